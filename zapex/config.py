@@ -1,0 +1,434 @@
+"""What a run is made of: one frozen dataclass a role, checked when made; no I/O.
+
+The defaults are Ape-X's own values (Horgan et al., arXiv 1803.00933), the preset `paper`. Field
+names are unique over all sections, because each is also a flag: `batch_size` is `--batch-size`.
+The text under a field is its help.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from zapex.errors import ConfigError
+
+_COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+Preset = Literal["auto", "paper", "workstation", "laptop", "smoke"]
+_MAX_SLOTS = 1 << 19
+"""A key has 19 bits for the slot."""
+
+
+def parse_count(text: str) -> int:
+    """`"200k"`, `"2e5"`, `"10M"`, `"50_000"` -> the whole number meant.
+
+    Raises:
+        ConfigError: the text is no number, or not a whole one.
+    """
+    match = re.fullmatch(r"([-+]?[0-9][0-9_]*)?(\.[0-9]+)?(e[-+]?[0-9]+)?([kmgb]?)", text.lower())
+    if match and (match[1] or match[2]):
+        # Decimal text times a power of ten is exact in integers, where floats would round.
+        whole, fraction = match[1] or "0", (match[2] or ".")[1:]
+        exponent = int((match[3] or "e0")[1:])
+        if abs(exponent) <= 18:
+            digits = int(whole.replace("_", "") + fraction) * _COUNT_SUFFIXES[match[4]]
+            shift = exponent - len(fraction)
+            value, rest = divmod(digits * int(10 ** max(shift, 0)), int(10 ** max(-shift, 0)))
+            if rest == 0:
+                return value
+    raise ConfigError(f"a count must be a whole number like 5000, 200k, 2e5 or 10M, got {text!r}")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: `batch_size` -> `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _bounded(
+    default: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    local: bool = False,
+    invocation: bool = False,
+) -> Any:
+    """A field with its range: `low <= value <= high` and `value > above`.
+
+    `local` fields may differ between the hosts of one run; `invocation` fields belong to one call
+    of the command and are not written to `config.toml` (they are local too).
+    """
+    metadata = {
+        "low": low,
+        "high": high,
+        "above": above,
+        "local": local or invocation,
+        "invocation": invocation,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def _type_problem(value: Any, kind: Any) -> str | None:
+    """What `value` should have been, or None where it is of `kind`."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        return None if value in options else "one of " + ", ".join(map(repr, options))
+    if origin in (types.UnionType, typing.Union):
+        problems = [_type_problem(value, option) for option in typing.get_args(kind)]
+        return None if None in problems else " or ".join(p for p in problems if p)
+    if origin is dict:
+        named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        return None if named else "a table of named values"
+    if kind is type(None):
+        return None if value is None else "left out"
+    if isinstance(value, bool):
+        return (
+            None if kind is bool else {int: "a whole number", float: "a number"}.get(kind, "text")
+        )
+    if kind is bool:
+        return "true or false"
+    if kind is int:
+        return None if isinstance(value, int) else "a whole number"
+    if kind is float:
+        fits = isinstance(value, (int, float)) and math.isfinite(value)
+        return None if fits else "a finite number"
+    return None if isinstance(value, kind) else "text"
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Types and ranges are checked here, once for all sections."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            problem = _type_problem(value, hints[spec.name])
+            low, high, above = (spec.metadata.get(key) for key in ("low", "high", "above"))
+            if problem is None and value is not None:
+                if low is not None and value < low:
+                    problem = f"at least {low:,}"
+                elif above is not None and value <= above:
+                    problem = f"more than {above:,}"
+                elif high is not None and value > high:
+                    problem = f"at most {high:,}"
+            if problem is not None:
+                raise ConfigError(f"{flag_of(spec.name)} must be {problem}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class EnvConfig(_Section):
+    """What is played."""
+
+    env: str = "ALE/Breakout-v5"
+    """Environment: a Gymnasium id, or module:Id, or module:callable."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the environment's constructor."""
+    max_episode_frames: int = _bounded(108_000, low=0)
+    """An episode is cut after this many frames; 0: never."""
+    reward_clip: bool = True
+    """Learn from rewards clipped to [-1, 1]; scores are reported as the game gives them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.env.strip():
+            raise ConfigError(f"--env must name an environment, got {self.env!r}: try CartPole-v1")
+
+
+@dataclass(frozen=True)
+class ActorConfig(_Section):
+    """Who plays, and how greedily."""
+
+    actors: int = _bounded(8, low=1, high=4096)
+    """Actor processes."""
+    envs_per_actor: int = _bounded(16, low=1, high=4096)
+    """Environments that one actor steps in lockstep."""
+    param_period: int = _bounded(400, low=1)
+    """Frames of one stream between two pulls of parameters."""
+    eps_base: float = _bounded(0.4, low=0.0, high=1.0)
+    """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the base."""
+    eps_alpha: float = _bounded(7.0, low=0.0)
+    """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the alpha."""
+    max_chunk_age_steps: int = _bounded(128, low=1)
+    """A chunk is sent on after this many steps even when it is not full."""
+    env_threads: int = _bounded(1, low=1, local=True)
+    """Threads that step the environments of one actor."""
+    actor_threads: int = _bounded(1, low=1, local=True)
+    """Threads of one actor's forward pass."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig(_Section):
+    """What is remembered, and how it is drawn."""
+
+    capacity: int = _bounded(2_000_000, low=2)
+    """Transitions kept."""
+    alpha: float = _bounded(0.6, low=0.0)
+    """Leaf = (|priority| + eps)^alpha; 0 draws uniformly."""
+    beta: float = _bounded(0.4, low=0.0)
+    """Importance weights = (N q)^-beta."""
+    priority_eps: float = _bounded(1e-6, above=0.0)
+    """Added to each |priority|, so that every transition can be drawn."""
+    n_step: int = _bounded(3, low=1, high=64)
+    """Rewards summed before bootstrapping."""
+    gamma: float = _bounded(0.99, low=0.0, high=1.0)
+    """Discount of one step."""
+    learning_starts: int = _bounded(50_000, low=1)
+    """Transitions that must be there before the first is drawn."""
+    samples_per_insert: float = _bounded(0.0, low=0.0)
+    """How often a transition is drawn on average; 0: no limit."""
+    samples_per_insert_tolerance: float = _bounded(0.0, low=0.0)
+    """Samples by which that ratio may be off; 0: the least that cannot block, twice."""
+    sampling: Literal["stratified", "independent"] = "stratified"
+    """How a batch is drawn."""
+    prefetch: int = _bounded(2, low=1, high=64)
+    """Batches asked for ahead of the learner."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig(_Section):
+    """How it is learned from."""
+
+    batch_size: int = _bounded(512, low=1, high=1 << 16)
+    """Transitions in a batch."""
+    lr: float = _bounded(0.00025 / 4, above=0.0)
+    """Learning rate."""
+    optimiser: Literal["rmsprop", "adam"] = "rmsprop"
+    """Centred RMSProp (the paper's) or Adam."""
+    rmsprop_decay: float = _bounded(0.95, low=0.0, high=1.0)
+    """Decay of RMSProp's averages."""
+    optimiser_eps: float = _bounded(1.5e-7, above=0.0)
+    """Added to the optimiser's denominator."""
+    max_grad_norm: float = _bounded(40.0, low=0.0)
+    """Gradients are clipped to this norm; 0: never."""
+    target_period: int = _bounded(2_500, low=1)
+    """Batches between two copies into the target network."""
+    publish_period_s: float = _bounded(1.0, low=0.0)
+    """Seconds between two publications of parameters, at least; 0: after each batch."""
+    hidden: int = _bounded(512, low=1, high=1 << 14)
+    """Width of the hidden layer of each head."""
+    loss: Literal["huber", "squared"] = "huber"
+    """Of the TD error."""
+    device: Literal["auto", "cpu", "cuda"] = _bounded("auto", local=True)
+    """Where the learner computes."""
+    precision: Literal["auto", "float32", "bfloat16"] = _bounded("auto", local=True)
+    """Of the convolutions; heads, targets and loss are always float32."""
+    learner_threads: int = _bounded(1, low=1, local=True)
+    """Threads of the learner on a CPU."""
+
+
+@dataclass(frozen=True)
+class EvaluatorConfig(_Section):
+    """How well it plays, measured apart from training."""
+
+    eval_period_s: float = _bounded(0.0, low=0.0, local=True)
+    """Seconds between two evaluations during training; 0: never."""
+    eval_episodes: int = _bounded(10, low=1, local=True)
+    """Episodes of one evaluation."""
+    eval_epsilon: float = _bounded(0.001, low=0.0, high=1.0, local=True)
+    """Share of random actions in an evaluation."""
+    eval_noop_max: int = _bounded(30, low=0, local=True)
+    """Random number of no-ops, up to this, at the start of a game."""
+
+
+@dataclass(frozen=True)
+class RunConfig(_Section):
+    """How long it runs, and where it is written."""
+
+    preset: Preset = _bounded("paper", local=True)
+    """Where values come from that you do not give; `auto` looks at this machine."""
+    seed: int = _bounded(1, low=0, high=2**63 - 1)
+    """Of everything that is drawn at random."""
+    exp: str = _bounded("apex", local=True)
+    """A name for the experiment, part of the run directory's."""
+    run_dir: str = _bounded("", invocation=True)
+    """Where the run is written; empty: runs/{env}__{exp}__{seed}__{time}."""
+    resume: str = _bounded("", invocation=True)
+    """The run directory to go on with."""
+    max_frames: int = _bounded(0, low=0, local=True)
+    """Stop after this many environment frames; 0: no limit."""
+    max_minutes: float = _bounded(0.0, low=0.0, local=True)
+    """Stop after this many minutes; 0: no limit."""
+    stop_at_return: float | None = _bounded(None, local=True)
+    """Stop when an evaluation's mean return reaches this."""
+    checkpoint_minutes: float = _bounded(10.0, low=0.0, local=True)
+    """Minutes between two checkpoints; 0: only at the end."""
+    inline: bool = _bounded(False, local=True)
+    """Everything in one process and one thread, repeatable bit for bit from the seed."""
+    plain: bool = _bounded(False, local=True)
+    """Plain lines instead of the live terminal view."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that a run is made of. Raises ConfigError where parts do not fit together."""
+
+    env: EnvConfig = field(default_factory=EnvConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        replay, batch_size = self.replay, self.learner.batch_size
+        if replay.learning_starts > replay.capacity:
+            raise ConfigError(
+                f"--learning-starts must be at most --capacity ({replay.capacity:,}), "
+                f"got {replay.learning_starts:,}: no learning would ever start"
+            )
+        if batch_size > replay.learning_starts:
+            raise ConfigError(
+                f"--batch-size must be at most --learning-starts ({replay.learning_starts:,}), "
+                f"got {batch_size:,}: lower the one or raise the other"
+            )
+        if self.slots > _MAX_SLOTS:
+            raise ConfigError(
+                f"capacity and streams must need at most {_MAX_SLOTS:,} slots, got "
+                f"{self.slots:,}: lower --capacity ({replay.capacity:,}) or the number of "
+                f"streams ({self.streams:,})"
+            )
+        tolerance = replay.samples_per_insert_tolerance
+        if replay.samples_per_insert > 0 and 0 < tolerance < self.smallest_tolerance:
+            raise ConfigError(
+                f"--samples-per-insert-tolerance must be at least {self.smallest_tolerance:,.0f} "
+                f"(one grant plus one batch), got {tolerance:,}: actors and learner would wait for "
+                "each other for ever; 0 chooses it"
+            )
+
+    @property
+    def streams(self) -> int:
+        """Environment streams of the whole run."""
+        return self.actor.actors * self.actor.envs_per_actor
+
+    @property
+    def chunk_transitions(self) -> int:
+        """K, the most transitions that a chunk holds."""
+        return max(1, min(64, self.replay.capacity // (16 * self.streams)))
+
+    @property
+    def slots(self) -> int:
+        """Chunk slots: the capacity's, two for each stream, and eight to spare."""
+        return -(-self.replay.capacity // self.chunk_transitions) + 2 * self.streams + 8
+
+    @property
+    def smallest_tolerance(self) -> float:
+        """Samples that one grant and one batch move the limiter by; less would deadlock."""
+        grant = self.actor.envs_per_actor * self.chunk_transitions
+        return self.replay.samples_per_insert * grant + self.learner.batch_size
+
+    @property
+    def limiter_tolerance(self) -> float:
+        """The tolerance given, or twice the smallest that works."""
+        return self.replay.samples_per_insert_tolerance or 2 * self.smallest_tolerance
+
+    def replace(self, **values: Any) -> Self:
+        """A copy with fields, named flat as the flags are, set to `values`.
+
+        Raises:
+            ConfigError: a name is no field (with the nearest one), or the copy is not valid.
+        """
+        by_section: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            by_section.setdefault(_section_of(name), {})[name] = value
+        return dataclasses.replace(
+            self,
+            **{
+                section: dataclasses.replace(getattr(self, section), **changes)
+                for section, changes in by_section.items()
+            },
+        )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Tables of plain values by section; None is left out, as TOML has no word for it."""
+        tables = dataclasses.asdict(self)
+        return {
+            section: {key: value for key, value in table.items() if value is not None}
+            for section, table in tables.items()
+        }
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any], base: Self | None = None) -> Self:
+        """The inverse of `to_dict`; what `tables` leaves out is `base`'s, or the default.
+
+        Raises:
+            ConfigError: an unknown table or key (with the nearest name), or a value that
+                cannot work.
+        """
+        return (base if base is not None else cls()).replace(**flatten(tables))
+
+    def shared(self) -> dict[str, Any]:
+        """Values by field that all hosts of one run must agree on."""
+        return {
+            spec.name: getattr(getattr(self, section), spec.name)
+            for section, kind in SECTIONS.items()
+            for spec in dataclasses.fields(kind)
+            if not spec.metadata.get("local", False)
+        }
+
+    @property
+    def config_hash(self) -> str:
+        """Equal where `differences` is empty: SHA-256 of the shared values, 32 hex digits."""
+        text = json.dumps(self.shared(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
+        """(mine, the other's) by field, for each shared field that is not equal."""
+        mine, theirs = self.shared(), other.shared()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+SECTIONS: dict[str, type[_Section]] = {
+    "env": EnvConfig,
+    "actor": ActorConfig,
+    "replay": ReplayConfig,
+    "learner": LearnerConfig,
+    "evaluator": EvaluatorConfig,
+    "run": RunConfig,
+}
+FIELDS: dict[str, tuple[str, "dataclasses.Field[Any]"]] = {
+    spec.name: (section, spec)
+    for section, kind in SECTIONS.items()
+    for spec in dataclasses.fields(kind)
+}
+"""Field name -> (its section, its dataclass field)."""
+
+
+def _nearest(name: str, names: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _section_of(name: str) -> str:
+    if name not in FIELDS:
+        raise ConfigError(f"no setting is called {name!r}{_nearest(name, FIELDS)}")
+    return FIELDS[name][0]
+
+
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by field name out of tables by section, as read from TOML; counts may be text.
+
+    Raises:
+        ConfigError: an unknown table or key, with the nearest name.
+    """
+    flat: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in SECTIONS or not isinstance(table, Mapping):
+            raise ConfigError(
+                f"a config file has the tables {', '.join(SECTIONS)}, got {section!r}"
+                f"{_nearest(section, SECTIONS)}"
+            )
+        for key, value in table.items():
+            home = _section_of(key)
+            if home != section:
+                raise ConfigError(f"{key!r} belongs in the table [{home}], got it in [{section}]")
+            is_count = FIELDS[key][1].type is int and isinstance(value, str)
+            flat[key] = parse_count(value) if is_count else value
+    return flat
