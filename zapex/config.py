@@ -20,7 +20,6 @@ from typing import Any, Literal, Self
 from zapex.errors import ConfigError
 
 _COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-Preset = Literal["auto", "paper", "workstation", "laptop", "smoke"]
 _MAX_SLOTS = 1 << 19
 """A key has 19 bits for the slot."""
 
@@ -242,7 +241,9 @@ class EvaluatorConfig(_Section):
 class RunConfig(_Section):
     """How long it runs, and where it is written."""
 
-    preset: Preset = _bounded("paper", local=True)
+    preset: Literal["auto", "paper", "workstation", "laptop", "smoke"] = _bounded(
+        "paper", local=True
+    )
     """Where values come from that you do not give; `auto` looks at this machine."""
     seed: int = _bounded(1, low=0, high=2**63 - 1)
     """Of everything that is drawn at random."""
