@@ -1,0 +1,209 @@
+"""Atomics: the generated assembly has the right instructions; the operations mean what they say."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+import pytest
+from numba.core.errors import TypingError
+
+from zapex import atomics
+from zapex.jit import kernel
+
+pytestmark = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="needs the JIT")
+
+
+def _load_acquire(words: Any, i: int) -> int:
+    return atomics.load_acquire(words, i)
+
+
+def _store_release(words: Any, i: int) -> None:
+    atomics.store_release(words, i, 7)
+
+
+def _load_relaxed(words: Any, i: int) -> int:
+    return atomics.load_relaxed(words, i)
+
+
+def _store_relaxed(words: Any, i: int) -> None:
+    atomics.store_relaxed(words, i, 7)
+
+
+def _fetch_add(words: Any, i: int) -> int:
+    return atomics.fetch_add(words, i, 7)
+
+
+def _compare_and_swap(words: Any, i: int) -> int:
+    return atomics.compare_and_swap(words, i, 7, 9)
+
+
+def _fence_acquire(words: Any, i: int) -> int:
+    first = words[i]
+    atomics.fence_acquire()
+    return first + words[i]
+
+
+def _fence_release(words: Any, i: int) -> None:
+    words[i] = 1
+    atomics.fence_release()
+    words[i] = 2
+
+
+def _fence_full(words: Any, i: int) -> int:
+    words[i] = 1
+    atomics.fence_full()
+    return words[i + 1]
+
+
+def _spin(words: Any, i: int) -> None:
+    while atomics.load_acquire(words, i) == 0:
+        pass
+
+
+_IR: dict[str, str] = {}
+
+
+def _assembly(function: Callable[..., Any], triple: str, features: str = "") -> str:
+    """The assembly of `function` for another machine, from Numba's own optimised IR."""
+    name = function.__name__
+    if name not in _IR:
+        compiled = numba.njit(nogil=True)(function)
+        compiled.compile((numba.int64[::1], numba.int64))
+        whole = compiled.inspect_llvm(compiled.signatures[0])
+        # The kernel alone: what CPython calls comes after it, and attributes name this CPU.
+        definition = re.search(r"^define [\s\S]*?^}", whole, re.MULTILINE)
+        assert definition
+        _IR[name] = re.sub(r" #\d+|, ![\w.]+ !\d+", "", definition[0])
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple(triple)
+    machine = target.create_target_machine(opt=3, features=features, codemodel="default")
+    return machine.emit_assembly(llvm.parse_assembly(f'target triple = "{triple}"\n{_IR[name]}'))
+
+
+X86 = "x86_64-unknown-linux-gnu"
+ARM = "aarch64-unknown-linux-gnu"
+
+
+@pytest.mark.parametrize(
+    ("function", "x86", "arm"),
+    [
+        (_load_acquire, r"movq\s+\(%r\w+,%r\w+,8\), %rax", r"\bldap?r\s+x"),
+        (_store_release, r"movq\s+\$7, \(%r\w+,%r\w+,8\)", r"\bstlr\s+x"),
+        (_fetch_add, r"lock\s+xadd", r"\bldaxr\b[\s\S]*\bstlxr\b"),
+        (_compare_and_swap, r"lock\s+cmpxchg", r"\bldaxr\b[\s\S]*\bstlxr\b"),
+        (_fence_acquire, r"#MEMBARRIER", r"\bdmb\s+ishld"),
+        (_fence_release, r"#MEMBARRIER", r"\bdmb\s+ish\b"),
+        (_fence_full, r"\bmfence\b|\block\s+orq?", r"\bdmb\s+ish\b"),
+        (_spin, r"\bcmpq\s+\$0, \(%r\w+,%r\w+,8\)\n\s+je|testq[\s\S]*j", r"\bldap?r\s+x"),
+    ],
+)
+def test_the_assembly_has_the_instructions_that_order_it(
+    function: Callable[..., Any], x86: str, arm: str
+) -> None:
+    on_x86, on_arm = _assembly(function, X86), _assembly(function, ARM)
+    assert re.search(x86, on_x86), on_x86
+    assert re.search(arm, on_arm), on_arm
+
+
+@pytest.mark.parametrize("function", [_load_relaxed, _store_relaxed])
+def test_relaxed_access_has_no_barrier(function: Callable[..., Any]) -> None:
+    assert not re.search(r"\b(ldap?r|stlr|dmb)\b", _assembly(function, ARM))
+    assert not re.search(r"\b(lock|mfence)\b", _assembly(function, X86))
+
+
+@pytest.mark.parametrize("function", [_fetch_add, _compare_and_swap])
+def test_large_system_extensions_give_one_acquiring_and_releasing_instruction(
+    function: Callable[..., Any],
+) -> None:
+    assembly = _assembly(function, ARM, features="+lse")
+    assert re.search(r"\b(ldaddal|casal)\b", assembly), assembly
+
+
+@kernel
+def _arithmetic_kernel(words: Any, results: Any) -> None:
+    results[0] = atomics.fetch_add(words, 0, 5)
+    results[1] = atomics.compare_and_swap(words, 1, 2, 20)
+    results[2] = atomics.compare_and_swap(words, 1, 2, 30)
+    atomics.store_release(words, 2, -3)
+    atomics.store_relaxed(words, 3, -4)
+    results[3] = atomics.load_acquire(words, 2)
+    results[4] = atomics.load_relaxed(words, 3)
+
+
+def test_operations_return_what_was_there_before() -> None:
+    words, results = np.array([1, 2, 0, 0]), np.zeros(5, np.int64)
+    _arithmetic_kernel(words, results)
+    assert words.tolist() == [6, 20, -3, -4]
+    assert results.tolist() == [1, 2, 20, -3, -4]
+
+
+@kernel
+def _count_kernel(words: Any, n: int) -> None:
+    for _ in range(n):
+        atomics.fetch_add(words, 0, 1)
+        seen = atomics.load_relaxed(words, 1)
+        while True:
+            before = atomics.compare_and_swap(words, 1, seen, seen + 1)
+            if before == seen:
+                break
+            seen = before
+
+
+def test_threads_lose_no_addition_and_no_swap() -> None:
+    words = np.zeros(2, np.int64)
+    _count_kernel(words, 0)
+    threads = [threading.Thread(target=_count_kernel, args=(words, 200_000)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert words.tolist() == [600_000, 600_000]
+
+
+@kernel
+def _copy_kernel(target: Any, target_offset: int, source: Any, source_offset: int, n: int) -> None:
+    atomics.copy_bytes(target, target_offset, source, source_offset, n)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 100, 7056])
+def test_copy_bytes_copies_these_bytes_and_no_other(n: int) -> None:
+    source = np.random.default_rng(n).integers(1, 255, 8000).astype(np.uint8)
+    target = np.zeros(8000, np.uint8)
+    _copy_kernel(target, 3, source, 11, n)
+    expected = np.zeros(8000, np.uint8)
+    expected[3 : 3 + n] = source[11 : 11 + n]
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(4, np.int32), np.zeros((2, 2), np.int64), np.zeros(8, np.int64)[::2]]
+)
+def test_arrays_that_are_not_contiguous_words_do_not_compile(array: Any) -> None:
+    with pytest.raises(
+        TypingError, match="words must be an aligned, one-dimensional, C-contiguous"
+    ):
+        numba.njit(_load_acquire)(array, 0)
+
+
+def test_a_float_index_does_not_compile() -> None:
+    with pytest.raises(TypingError, match="i must be an integer"):
+        numba.njit(_load_acquire)(np.zeros(4, np.int64), 1.0)
+
+
+def test_without_jit_the_operations_mean_the_same() -> None:
+    code = (
+        "from tests.test_atomics import *\n"
+        "from tests.test_atomics import _arithmetic_kernel, _copy_kernel\n"
+        "test_operations_return_what_was_there_before()\n"
+        "test_copy_bytes_copies_these_bytes_and_no_other(100)\n"
+    )
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)

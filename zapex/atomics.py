@@ -1,0 +1,161 @@
+"""Atomic loads, stores and fences on int64 words, and memcpy: the only file that emits LLVM IR.
+
+Callable inside kernels. `words` is an aligned one-dimensional C-contiguous int64 array, usually
+over shared memory; an index is not checked. A relaxed access is whole but orders nothing.
+
+A function's Python body is its meaning for one thread. It runs only under NUMBA_DISABLE_JIT=1,
+where kernels that use these can be stepped through but synchronise nothing.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+F = TypeVar("F", bound=Callable[..., Any])
+Words = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+_WORD_BYTES = 8
+
+
+def _argument_type(function: str, parameter: inspect.Parameter, given: types.Type) -> types.Type:
+    """The type that `given` is taken as; refuses what could not be lowered safely."""
+    if parameter.annotation is int:
+        if isinstance(given, types.Integer):
+            return types.int64
+        raise TypingError(f"{function}: {parameter.name} must be an integer, got {given}")
+    item = types.int64 if parameter.annotation is Words else types.uint8
+    fits = isinstance(given, types.Array) and (given.dtype, given.ndim, given.layout, given.aligned)
+    if fits != (item, 1, "C", True):
+        raise TypingError(
+            f"{function}: {parameter.name} must be an aligned, one-dimensional, C-contiguous "
+            f"array of {item}, got {given}"
+        )
+    return given
+
+
+def _lowered(emit: Callable[..., Any]) -> Callable[[F], F]:
+    """Compile calls of the decorated function to what `emit(builder, *operands)` emits.
+
+    An array and the index after it become one operand, the item's address. It comes from
+    `cgutils.get_item_pointer`: addresses made with inttoptr are miscompiled under LLVM 22.
+    """
+
+    def decorate(function: F) -> F:
+        if numba.config.DISABLE_JIT:
+            return function
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())
+
+        def lower(context: Any, builder: Any, call: Any, values: Any) -> Any:
+            operands: list[Any] = []
+            for kind, value in zip(call.args, values, strict=True):
+                if operands and isinstance(operands[-1], tuple):
+                    array_type, array = operands.pop()
+                    view = context.make_array(array_type)(context, builder, array)
+                    address = cgutils.get_item_pointer(context, builder, array_type, view, [value])
+                    operands.append(address)
+                else:
+                    operands.append((kind, value) if isinstance(kind, types.Array) else value)
+            result = emit(builder, *operands)
+            return context.get_dummy_value() if signature.return_annotation is None else result
+
+        def define(_typing_context: Any, *given: types.Type) -> Any:
+            name = function.__name__
+            arguments = [
+                _argument_type(name, *pair) for pair in zip(parameters, given, strict=True)
+            ]
+            result = types.none if signature.return_annotation is None else types.int64
+            return result(*arguments), lower
+
+        context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # Numba reads names and arity off the definition.
+        define.__signature__ = signature.replace(parameters=[context, *parameters])  # type: ignore[attr-defined]
+        define.__name__, define.__doc__ = function.__name__, function.__doc__
+        return cast(F, intrinsic(define))
+
+    return decorate
+
+
+@_lowered(lambda builder, word: builder.load_atomic(word, "acquire", _WORD_BYTES))
+def load_acquire(words: Words, i: int) -> int:
+    """words[i]; what follows is not done before it. Pairs with `store_release` of that word."""
+    return int(words[i])
+
+
+@_lowered(lambda builder, word, value: builder.store_atomic(value, word, "release", _WORD_BYTES))
+def store_release(words: Words, i: int, value: int) -> None:
+    """words[i] = value; what came before is seen by whoever acquires this value."""
+    words[i] = value
+
+
+@_lowered(lambda builder, word: builder.load_atomic(word, "monotonic", _WORD_BYTES))
+def load_relaxed(words: Words, i: int) -> int:
+    """words[i], whole, in no order with anything else."""
+    return int(words[i])
+
+
+@_lowered(lambda builder, word, value: builder.store_atomic(value, word, "monotonic", _WORD_BYTES))
+def store_relaxed(words: Words, i: int, value: int) -> None:
+    """words[i] = value, whole, in no order with anything else."""
+    words[i] = value
+
+
+@_lowered(lambda builder, word, value: builder.atomic_rmw("add", word, value, "seq_cst"))
+def fetch_add(words: Words, i: int, value: int) -> int:
+    """words[i] += value as one step, sequentially consistent; returns what was there before."""
+    before = int(words[i])
+    words[i] = before + value
+    return before
+
+
+@_lowered(
+    lambda builder, word, expected, value: builder.extract_value(
+        builder.cmpxchg(word, expected, value, "seq_cst"), 0
+    )
+)
+def compare_and_swap(words: Words, i: int, expected: int, value: int) -> int:
+    """If words[i] is `expected`, make it `value`, as one step, sequentially consistent.
+
+    Returns what was there before: the swap was done exactly when that is `expected`.
+    """
+    before = int(words[i])
+    if before == expected:
+        words[i] = value
+    return before
+
+
+@_lowered(lambda builder: builder.fence("acquire"))
+def fence_acquire() -> None:
+    """Loads before it are done before any load or store after it."""
+
+
+@_lowered(lambda builder: builder.fence("release"))
+def fence_release() -> None:
+    """Loads and stores before it are done before any store after it."""
+
+
+@_lowered(lambda builder: builder.fence("seq_cst"))
+def fence_full() -> None:
+    """Everything before it is done before anything after it, a store before a load included."""
+
+
+def _emit_memcpy(builder: Any, target: Any, source: Any, n: Any) -> None:
+    cgutils.raw_memcpy(builder, target, source, n, ir.Constant(n.type, 1))
+
+
+@_lowered(_emit_memcpy)
+def copy_bytes(
+    target: Bytes, target_offset: int, source: Bytes, source_offset: int, n: int
+) -> None:
+    """Copy n bytes as memcpy does; the two places must not overlap; n must not be negative."""
+    target[target_offset : target_offset + n] = source[source_offset : source_offset + n]
