@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import json
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -18,30 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from zapex.errors import ConfigError
+from zapex.text import parse_count, toml_value
 
-_COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _MAX_SLOTS = 1 << 19
 """A key has 19 bits for the slot."""
-
-
-def parse_count(text: str) -> int:
-    """`"200k"`, `"2e5"`, `"10M"`, `"50_000"` -> the whole number meant.
-
-    Raises:
-        ConfigError: the text is no number, or not a whole one.
-    """
-    match = re.fullmatch(r"([-+]?[0-9][0-9_]*)?(\.[0-9]+)?(e[-+]?[0-9]+)?([kmgb]?)", text.lower())
-    if match and (match[1] or match[2]):
-        # Decimal text times a power of ten is exact in integers, where floats would round.
-        whole, fraction = match[1] or "0", (match[2] or ".")[1:]
-        exponent = int((match[3] or "e0")[1:])
-        if abs(exponent) <= 18:
-            digits = int(whole.replace("_", "") + fraction) * _COUNT_SUFFIXES[match[4]]
-            shift = exponent - len(fraction)
-            value, rest = divmod(digits * int(10 ** max(shift, 0)), int(10 ** max(-shift, 0)))
-            if rest == 0:
-                return value
-    raise ConfigError(f"a count must be a whole number like 5000, 200k, 2e5 or 10M, got {text!r}")
 
 
 def flag_of(name: str) -> str:
@@ -120,6 +99,8 @@ class _Section:
                     problem = f"at most {high:,}"
             if problem is not None:
                 raise ConfigError(f"{flag_of(spec.name)} must be {problem}, got {value!r}")
+            if hints[spec.name] is float:  # 1 and 1.0 have one hash
+                object.__setattr__(self, spec.name, float(value))
 
 
 @dataclass(frozen=True)
@@ -139,6 +120,8 @@ class EnvConfig(_Section):
         super().__post_init__()
         if not self.env.strip():
             raise ConfigError(f"--env must name an environment, got {self.env!r}: try CartPole-v1")
+        for name, value in self.env_kwargs.items():
+            toml_value(value, f"--env-kwargs {name}")
 
 
 @dataclass(frozen=True)
@@ -296,6 +279,11 @@ class Config:
                 f"{self.slots:,}: lower --capacity ({replay.capacity:,}) or the number of "
                 f"streams ({self.streams:,})"
             )
+        if self.run.stop_at_return is not None and not self.evaluator.eval_period_s:
+            raise ConfigError(
+                "--stop-at-return needs evaluations to compare with, and --eval-period-s is 0: "
+                "give it a number of seconds"
+            )
         tolerance = replay.samples_per_insert_tolerance
         if replay.samples_per_insert > 0 and 0 < tolerance < self.smallest_tolerance:
             raise ConfigError(
@@ -311,8 +299,8 @@ class Config:
 
     @property
     def chunk_transitions(self) -> int:
-        """K, the most transitions that a chunk holds."""
-        return max(1, min(64, self.replay.capacity // (16 * self.streams)))
+        """K, the most transitions that a chunk holds; an n-step return fits in one."""
+        return max(self.replay.n_step, min(64, self.replay.capacity // (16 * self.streams)))
 
     @property
     def slots(self) -> int:
@@ -364,6 +352,22 @@ class Config:
                 cannot work.
         """
         return (base if base is not None else cls()).replace(**flatten(tables))
+
+    def to_toml(self) -> str:
+        """The text of `config.toml`: `from_dict(tomllib.loads(text))` gives the same run again.
+
+        What belongs to one invocation (`run_dir`, `resume`) is left out.
+        """
+        lines = []
+        for section, table in self.to_dict().items():
+            lines.append(f"[{section}]")
+            lines.extend(
+                f"{key} = {toml_value(value, key)}"
+                for key, value in table.items()
+                if not FIELDS[key][1].metadata.get("invocation", False)
+            )
+            lines.append("")
+        return "\n".join(lines)
 
     def shared(self) -> dict[str, Any]:
         """Values by field that all hosts of one run must agree on."""
@@ -423,7 +427,7 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
     for section, table in tables.items():
         if section not in SECTIONS or not isinstance(table, Mapping):
             raise ConfigError(
-                f"a config file has the tables {', '.join(SECTIONS)}, got {section!r}"
+                f"a config file has the tables {', '.join(SECTIONS)}; got {section!r}"
                 f"{_nearest(section, SECTIONS)}"
             )
         for key, value in table.items():
