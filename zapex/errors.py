@@ -1,0 +1,72 @@
+"""The whole exception tree.
+
+ZapexError
+├── ConfigError          a value the user gave cannot work; exit code 2
+│   ├── SchemaError      columns, shapes, dtypes or a schema hash that do not fit
+│   └── UnknownEnvironment
+├── ReplayError
+│   ├── NotEnoughData    a sample was asked of a replay that has too little
+│   └── InvalidPriority  NaN, infinite or (in the tree) negative
+├── SharedMemoryError    memory that cannot be had, or is not what it should be
+├── PeerError
+│   ├── PeerDied         the process at the other end is gone
+│   ├── PeerTimeout      nothing came before the deadline
+│   └── Fenced           a newer incarnation has taken this role's place
+└── CheckpointError      missing, damaged or of another schema
+"""
+
+
+class ZapexError(Exception):
+    """Root of everything zapex raises on purpose."""
+
+
+class ConfigError(ZapexError, ValueError):
+    """A value the user gave cannot work; the message says the rule, the value and the mend."""
+
+
+class SchemaError(ConfigError):
+    """Columns, shapes, dtypes or a schema hash that do not fit."""
+
+
+class UnknownEnvironment(ConfigError):
+    """No environment has this id; the message names the nearest ones."""
+
+
+class ReplayError(ZapexError):
+    """The replay cannot do what was asked; its state is unchanged."""
+
+
+class NotEnoughData(ReplayError):
+    """A sample was asked of a replay that holds too little."""
+
+
+class InvalidIndex(ReplayError, IndexError):
+    """An index lies outside the memory."""
+
+
+class InvalidPriority(ReplayError, ValueError):
+    """A priority is NaN, infinite or negative where it must not be."""
+
+
+class SharedMemoryError(ZapexError, OSError):
+    """Memory that cannot be had, or is not what it should be."""
+
+
+class PeerError(ZapexError):
+    """The other end of a link failed."""
+
+
+class PeerDied(PeerError):
+    """The process at the other end is gone."""
+
+
+class PeerTimeout(PeerError, TimeoutError):
+    """Nothing came before the deadline; the message says who was awaited and for how long."""
+
+
+class Fenced(PeerError):
+    """A newer incarnation has taken this role's place."""
+
+
+class CheckpointError(ZapexError):
+    """A checkpoint is missing, damaged or of another schema."""
