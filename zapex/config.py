@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal, Self
 
 from zapex.errors import ConfigError
@@ -166,7 +167,7 @@ class ReplayConfig(_Section):
     """Transitions that must be there before the first is drawn."""
     samples_per_insert: float = _bounded(0.0, low=0.0)
     """How often a transition is drawn on average; 0: no limit."""
-    samples_per_insert_tolerance: float = _bounded(0.0, low=0.0)
+    samples_per_insert_tolerance: int = _bounded(0, low=0)
     """Samples by which that ratio may be off; 0: the least that cannot block, twice."""
     sampling: Literal["stratified", "independent"] = "stratified"
     """How a batch is drawn."""
@@ -287,7 +288,7 @@ class Config:
         tolerance = replay.samples_per_insert_tolerance
         if replay.samples_per_insert > 0 and 0 < tolerance < self.smallest_tolerance:
             raise ConfigError(
-                f"--samples-per-insert-tolerance must be at least {self.smallest_tolerance:,.0f} "
+                f"--samples-per-insert-tolerance must be at least {self.smallest_tolerance:,} "
                 f"(one grant plus one batch), got {tolerance:,}: actors and learner would wait for "
                 "each other for ever; 0 chooses it"
             )
@@ -308,13 +309,13 @@ class Config:
         return -(-self.replay.capacity // self.chunk_transitions) + 2 * self.streams + 8
 
     @property
-    def smallest_tolerance(self) -> float:
+    def smallest_tolerance(self) -> int:
         """Samples that one grant and one batch move the limiter by; less would deadlock."""
         grant = self.actor.envs_per_actor * self.chunk_transitions
-        return self.replay.samples_per_insert * grant + self.learner.batch_size
+        return math.ceil(Fraction(self.replay.samples_per_insert) * grant) + self.learner.batch_size
 
     @property
-    def limiter_tolerance(self) -> float:
+    def limiter_tolerance(self) -> int:
         """The tolerance given, or twice the smallest that works."""
         return self.replay.samples_per_insert_tolerance or 2 * self.smallest_tolerance
 
