@@ -1,5 +1,6 @@
 """Naive twins: the same answers, written so that they can be seen to be right."""
 
+import math
 from fractions import Fraction
 
 
@@ -36,3 +37,34 @@ class NaiveLimiter:
     def can_sample(self, n):
         owed = self._owed()
         return owed is not None and (self.ratio == 0 or owed >= n)
+
+
+class NaiveSumTree:
+    """Priorities in a list; every answer is computed anew with exact sums."""
+
+    def __init__(self, capacity):
+        self.leaves = [0.0] * capacity
+
+    def update(self, indices, priorities):
+        for index, priority in zip(indices, priorities, strict=True):
+            self.leaves[index] = priority
+
+    @property
+    def total(self):
+        return math.fsum(self.leaves)
+
+    @property
+    def min_positive(self):
+        return min((leaf for leaf in self.leaves if leaf > 0.0), default=math.inf)
+
+    def find(self, prefix_sum):
+        """Smallest i whose cumulative sum exceeds the value; else the last positive leaf."""
+        exact = Fraction(0)
+        last_positive = -1
+        for i, leaf in enumerate(self.leaves):
+            exact += Fraction(leaf)
+            if leaf > 0.0:
+                last_positive = i
+                if exact > prefix_sum:
+                    return i
+        return last_positive
