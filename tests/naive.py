@@ -68,3 +68,57 @@ class NaiveSumTree:
                 if exact > prefix_sum:
                     return i
         return last_positive
+
+
+def double_dqn_td_errors(batch, q_online, q_target, q_online_next):
+    """Target minus prediction, one transition at a time; the q's are lists of rows."""
+    td_errors = []
+    for i, action in enumerate(batch["action"]):
+        row = list(q_online_next[i])
+        best = row.index(max(row))
+        target = batch["reward"][i] + batch["discount"][i] * q_target[i][best]
+        td_errors.append(target - q_online[i][action])
+    return td_errors
+
+
+def centred_rmsprop(parameter, gradients, lr, decay, eps):
+    """One number after steps along `gradients`."""
+    mean = square = 0.0
+    for gradient in gradients:
+        mean = decay * mean + (1 - decay) * gradient
+        square = decay * square + (1 - decay) * gradient**2
+        parameter -= lr * gradient / (square - mean**2 + eps) ** 0.5
+    return parameter
+
+
+def adam(parameter, gradients, lr, eps, beta1=0.9, beta2=0.999):
+    """One number after steps along `gradients`."""
+    mean = square = 0.0
+    for step, gradient in enumerate(gradients, start=1):
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
+        parameter -= lr * (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)) ** 0.5 + eps)
+    return parameter
+
+
+class NaiveNStep:
+    """One stream's n-step transitions, from whole observations kept in lists."""
+
+    def __init__(self, n, gamma):
+        self.n, self.gamma = n, gamma
+        self.transitions = []
+        self.steps = []  # (obs, step, reward, value) without a return yet
+        self.obs = None
+
+    def begin(self, obs):
+        self.steps, self.obs = [], obs
+
+    def add(self, step, reward, next_obs, cut, end, value, next_value):
+        self.steps.append((self.obs, step, reward, value))
+        while self.steps and (cut or end or len(self.steps) == self.n):
+            total = sum(self.gamma**k * s[2] for k, s in enumerate(self.steps))
+            discount = 0.0 if cut else self.gamma ** len(self.steps)
+            obs, first, _, first_value = self.steps.pop(0)
+            priority = abs(total + discount * next_value - first_value)
+            self.transitions.append((obs, first, total, discount, next_obs, priority))
+        self.obs = next_obs

@@ -1,0 +1,245 @@
+"""The learner against naive twins."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from tests import naive
+from zapex.agent import networks
+from zapex.agent.learning import DQN
+from zapex.errors import CheckpointError, ConfigError, ZapexError
+
+SHAPE = (2, 40, 44)
+
+
+def make(precision="float32", shape=SHAPE, dtype=np.uint8, seed=1, **options):
+    network = networks.build(
+        shape, dtype, 3, hidden=16, precision=precision, device="cpu", seed=seed
+    )
+    learner = DQN(network, **options)
+    # A target of its own, so that a mix-up of the two networks shows.
+    other = networks.build(shape, dtype, 3, hidden=16, device="cpu", seed=seed + 50)
+    learner.target.load_flat(other.flat)
+    return learner
+
+
+def batch_of(size, seed=0, shape=SHAPE, dtype=np.uint8):
+    rng = np.random.default_rng(seed)
+
+    def obs():
+        if dtype == np.uint8:
+            return rng.integers(0, 256, (size, *shape), dtype=np.uint8)
+        return rng.normal(size=(size, *shape)).astype(dtype)
+
+    return {
+        "obs": obs(),
+        "next_obs": obs(),
+        "action": rng.integers(3, size=size),
+        "reward": rng.normal(size=size).astype(np.float32),
+        "discount": rng.choice(np.float32([0, 0.97]), size),
+        "weights": rng.random(size, dtype=np.float32),
+    }
+
+
+def q_rows(network, obs):
+    with torch.no_grad():
+        return network(network.to_input(obs)).double().tolist()
+
+
+def flats(learner):
+    tensors = [learner.online.flat, learner.target.flat, *learner.optimiser.state.values()]
+    return torch.cat(tensors).clone()
+
+
+@pytest.mark.parametrize("size", [1, 16, 33])
+def test_td_errors_are_the_double_dqn_targets_minus_the_predictions(size):
+    learner, batch = make(), batch_of(size)
+    expected = naive.double_dqn_td_errors(
+        batch,
+        q_rows(learner.online, batch["obs"]),
+        q_rows(learner.target, batch["next_obs"]),
+        q_rows(learner.online, batch["next_obs"]),
+    )
+    td_errors, metrics = learner.learn(batch)
+    assert (td_errors.dtype, td_errors.shape) == (np.float32, (size,))
+    np.testing.assert_allclose(td_errors, expected, atol=1e-5)
+    assert metrics["td_error"] == pytest.approx(np.abs(expected).mean(), abs=1e-5)
+
+
+def test_a_discount_of_0_looks_at_no_next_observation():
+    batch = batch_of(8)
+    batch["discount"][:] = 0
+    changed = batch | {"next_obs": batch["next_obs"] ^ 255}
+    np.testing.assert_array_equal(make().learn(batch)[0], make().learn(changed)[0])
+
+
+@pytest.mark.parametrize("loss", ["huber", "squared"])
+@pytest.mark.parametrize(("shape", "dtype"), [(SHAPE, np.uint8), ((5,), np.float32)])
+def test_the_gradient_is_that_of_the_weighted_mean_loss(loss, shape, dtype):
+    learner = make(loss=loss, max_grad_norm=0, shape=shape, dtype=dtype)
+    batch = batch_of(12, shape=shape, dtype=dtype)
+    batch["reward"] *= 4  # both sides of Huber's bend
+    twin = learner.online.copy()
+    td_errors, metrics = learner.learn(batch)
+    slopes = np.clip(td_errors, -1, 1) if loss == "huber" else td_errors
+    losses = np.where(
+        np.abs(slopes) == np.abs(td_errors), td_errors**2 / 2, np.abs(td_errors) - 0.5
+    )
+    assert metrics["td_loss"] == pytest.approx((batch["weights"] * losses).mean(), rel=1e-4)
+    chosen = twin(twin.to_input(batch["obs"]))[range(12), batch["action"]]
+    pull = -torch.from_numpy(slopes * batch["weights"] / 12)
+    gradients = torch.autograd.grad(chosen, list(twin.leaves.values()), pull)
+    expected = torch.cat([g.flatten() for g in gradients])
+    if dtype == np.uint8:
+        first = twin.views["conv1.weight"].numel()
+        expected[:first] = (gradients[0].contiguous() / 255).flatten()
+    torch.testing.assert_close(learner.gradient, expected, rtol=1e-4, atol=1e-7)
+    assert metrics["gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-4)
+
+
+def test_a_weight_of_0_teaches_nothing():
+    learner, batch = make(), batch_of(6)
+    batch["weights"][:] = 0
+    before = learner.online.flat.clone()
+    td_errors, _ = learner.learn(batch)
+    assert torch.equal(learner.online.flat, before)
+    assert np.all(td_errors != 0)
+
+
+def test_the_gradient_is_clipped_to_its_norm_and_a_smaller_one_is_left_alone():
+    batch = batch_of(8)
+    norm = make(max_grad_norm=0).learn(batch)[1]["gradient_norm"]
+    free, wide, tight = (make(max_grad_norm=m) for m in (0, norm * 2, norm / 4))
+    for learner in (free, wide, tight):
+        assert learner.learn(batch)[1]["gradient_norm"] == pytest.approx(norm)
+    mean = "mean"
+    assert torch.equal(free.optimiser.state[mean], wide.optimiser.state[mean])
+    clipped = free.optimiser.state[mean] / 4
+    torch.testing.assert_close(tight.optimiser.state[mean], clipped, rtol=1e-4, atol=1e-9)
+
+
+def test_the_target_follows_after_every_period():
+    learner, batch = make(target_period=3), batch_of(4)
+    follows = []
+    for _ in range(7):
+        learner.learn(batch)
+        follows.append(torch.equal(learner.online.flat, learner.target.flat))
+    assert follows == [False, False, True, False, False, True, False]
+    np.testing.assert_array_equal(
+        q_rows(learner.target, batch["obs"]), q_rows(learner.target.copy(), batch["obs"])
+    )
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "adam"])
+def test_each_optimiser_is_its_closed_form(name):
+    learner = make(optimiser=name, lr=0.01, optimiser_eps=1e-4, max_grad_norm=0)
+    start = learner.online.flat.clone()
+    gradients = []
+    for seed in range(3):
+        learner.learn(batch_of(8, seed))
+        gradients.append(learner.gradient.double())
+    twin = naive.centred_rmsprop if name == "rmsprop" else naive.adam
+    options = {"decay": 0.95} if name == "rmsprop" else {}
+    expected = twin(start.double(), gradients, lr=0.01, eps=1e-4, **options)
+    torch.testing.assert_close(learner.online.flat.double(), expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{"optimiser": "adam", "lr": 1e-3}, {"lr": 3e-4}])
+def test_a_batch_learnt_again_and_again_is_learnt(precision, options):
+    learner, batch = make(precision, **options), batch_of(16)
+    batch["discount"][:] = 0
+    losses = [learner.learn(batch)[1]["td_loss"] for _ in range(80)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_bfloat16_learns_nearly_what_float32_learns():
+    batch = batch_of(64)
+    exact, rough = make("float32"), make("bfloat16")
+    (td, facts), (rough_td, rough_facts) = exact.learn(batch), rough.learn(batch)
+    np.testing.assert_allclose(rough_td, td, atol=0.02)
+    assert rough_facts["gradient_norm"] == pytest.approx(facts["gradient_norm"], rel=0.02)
+    a, b = exact.gradient, rough.gradient
+    assert float(a @ b / (a.norm() * b.norm())) > 0.99
+
+
+def test_memory_layout_and_kind_of_batch_do_not_matter():
+    batch = batch_of(16)
+    nhwc = {
+        name: np.ascontiguousarray(batch[name].transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+        for name in ("obs", "next_obs")
+    }
+    tensors = types.SimpleNamespace(**{k: torch.from_numpy(v) for k, v in batch.items()})
+    expected, _ = make().learn(batch)
+    for other in (batch | nhwc, tensors):
+        np.testing.assert_array_equal(make().learn(other)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{"optimiser": "adam"}, {"optimiser": "rmsprop"}])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_resumed_learner_goes_on_bit_for_bit(options, precision):
+    first = make(precision, target_period=4, **options)
+    for seed in range(3):
+        first.learn(batch_of(8, seed))
+    tensors = {name: t.clone() for name, t in first.state_dict_tensors().items()}
+    second = make(precision, target_period=4, seed=9, **options)
+    second.load_state(tensors, first.counters())
+    for seed in range(3, 7):
+        td_errors = [learner.learn(batch_of(8, seed))[0] for learner in (first, second)]
+        np.testing.assert_array_equal(*td_errors)
+    assert torch.equal(flats(first), flats(second))
+    assert first.counters() == second.counters() == {"batches": 7, "optimiser_steps": 7}
+
+
+def test_a_state_of_another_shape_is_refused_by_name_and_changes_nothing():
+    learner = make()
+    before = flats(learner)
+    other = make(shape=(3, 40, 44))
+    with pytest.raises(CheckpointError, match=r"conv1.weight is \(32, 3, 8, 8\), here \(32, 2"):
+        learner.load_state(other.state_dict_tensors(), other.counters())
+    tensors = learner.state_dict_tensors()
+    bias = tensors.pop("online.value.bias")
+    with pytest.raises(CheckpointError, match=r"lacks \['online.value.bias'\]"):
+        learner.load_state(tensors, learner.counters())
+    with pytest.raises(CheckpointError, match="unknown \\['surplus'\\]"):
+        learner.load_state(
+            tensors | {"online.value.bias": bias, "surplus": bias}, learner.counters()
+        )
+    with pytest.raises(CheckpointError, match="batches"):
+        learner.load_state(tensors | {"online.value.bias": bias}, {"optimiser_steps": 1})
+    assert torch.equal(flats(learner), before)
+
+
+def test_published_parameters_are_the_online_networks():
+    learner = make()
+    flat = learner.flat_parameters()
+    assert (flat.dtype, flat.nbytes) == (np.float32, 4 * learner.online.num_parameters)
+    learner.learn(batch_of(4))
+    np.testing.assert_array_equal(learner.flat_parameters(), learner.online.flat.numpy())
+
+
+def test_an_infinite_reward_stops_learning_before_it_spoils_the_parameters():
+    learner, batch = make(loss="squared"), batch_of(4)
+    batch["reward"][0] = np.inf
+    before = flats(learner)
+    with pytest.raises(ZapexError, match="not finite after 0 batches"):
+        learner.learn(batch)
+    assert torch.equal(flats(learner), before)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("loss", "l1"),
+        ("optimiser", "sgd"),
+        ("lr", 0.0),
+        ("optimiser_eps", 0.0),
+        ("target_period", 0),
+        ("max_grad_norm", -1.0),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(option, value):
+    with pytest.raises(ConfigError, match=option):
+        make(**{option: value})

@@ -1,0 +1,273 @@
+"""Dueling networks whose parameters are one flat float32 tensor.
+
+    uint8 images   (stack, H, W) -> conv 32 8x8/4 -> 64 4x4/2 -> 64 3x3/1 -> two streams of `hidden`
+    anything else  flattened     -> dense `hidden` -> two streams of `hidden`
+
+The value and the advantage stream see the same features, so they are one matrix product of
+2 x `hidden` units: Q(s, a) = V(s) + A(s, a) - mean over a' of A(s, a')  (Wang et al. 2016, eq. 9).
+
+All parameters lie one after another in `flat`: publishing, clipping and the optimiser each pass
+over one array. What computes is a copy of the trunk in `dtype` (the parameters themselves where
+that is float32), renewed by `refresh()`; the output layers are float32 always, because bfloat16
+would quantise the TD errors.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zapex.errors import ConfigError
+
+MIN_IMAGE_SIDE = 36  # below it the third convolution has nothing left to see
+
+
+class Layer(NamedTuple):
+    """One layer's shape: `weight` is (out, in), or (out, in, k, k) of a convolution."""
+
+    name: str
+    weight: tuple[int, ...]
+    stride: int = 0  # 0: dense
+
+
+def build(
+    obs_shape: Sequence[int],
+    obs_dtype: np.dtype[np.generic] | type[np.generic],
+    num_actions: int,
+    hidden: int | None = None,
+    *,
+    precision: str = "auto",
+    device: str = "auto",
+    seed: int = 0,
+) -> "DuelingNetwork":
+    """The network for one observation (`obs_shape` without the batch axis) and `num_actions`.
+
+    `hidden` is the units of each stream: 512 for images and 128 for vectors unless said.
+    `precision` is of an image network's trunk: `float32`, `bfloat16`, or `auto`, which is bfloat16
+    where the hardware multiplies it faster. `device` is `cpu`, `cuda`, or `auto`: cuda where there
+    is one. Raises ConfigError where no network fits.
+    """
+    shape = tuple(int(n) for n in obs_shape)
+    if num_actions < 1:
+        raise ConfigError(f"num_actions must be at least 1, got {num_actions}")
+    if hidden is not None and hidden < 1:
+        raise ConfigError(f"hidden must be at least 1, got {hidden}")
+    is_image = np.dtype(obs_dtype) == np.uint8 and len(shape) == 3
+    trunk = _convolutions(shape, hidden or 512) if is_image else _dense(shape, hidden or 128)
+    place = _device(device)
+    dtype = _dtype(precision, place) if is_image else torch.float32
+    return DuelingNetwork(shape, trunk, num_actions, dtype=dtype, device=place, seed=seed)
+
+
+def _convolutions(shape: tuple[int, ...], hidden: int) -> list[Layer]:
+    stack, height, width = shape
+    if min(height, width) < MIN_IMAGE_SIDE:
+        raise ConfigError(
+            "images have shape (stack, height, width) with height and width at least "
+            f"{MIN_IMAGE_SIDE}, got {shape}; resize or transpose them, or give a flat vector"
+        )
+    layers = []
+    channels = stack
+    for name, out, kernel, stride in (
+        ("conv1", 32, 8, 4),
+        ("conv2", 64, 4, 2),
+        ("conv3", 64, 3, 1),
+    ):
+        layers.append(Layer(name, (out, channels, kernel, kernel), stride))
+        height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        channels = out
+    return [*layers, Layer("streams", (2 * hidden, channels * height * width))]
+
+
+def _dense(shape: tuple[int, ...], hidden: int) -> list[Layer]:
+    features = math.prod(shape)
+    if features < 1:
+        raise ConfigError(f"an observation must have at least one element, got shape {shape}")
+    return [Layer("dense1", (hidden, features)), Layer("streams", (2 * hidden, hidden))]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch finds no GPU: use cpu or auto")
+    return torch.device(name)
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if precision in dtypes:
+        return dtypes[precision]
+    if precision != "auto":
+        raise ConfigError(f"precision must be auto, float32 or bfloat16, got {precision!r}")
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = _cpu_multiplies_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """By the CPU's flags, not by trying: the same machine then always computes the same bits."""
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            flags = next((line.split() for line in cpuinfo if line.startswith("flags")), [])
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+class DuelingNetwork:
+    """Q values of a batch of observations; see the module's docstring.
+
+    `views` are the named parameters, each a view of `flat`. `leaves` are the tensors that compute,
+    in the same order; gradients are taken with respect to them, and `gather_gradients` turns those
+    into the gradient of `flat`.
+    """
+
+    def __init__(
+        self,
+        obs_shape: tuple[int, ...],
+        trunk: list[Layer],
+        num_actions: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.obs_shape = obs_shape
+        self.num_actions = num_actions
+        self.dtype = dtype
+        self.device = device
+        self._trunk = trunk
+        self._hidden = trunk[-1].weight[0] // 2
+        self._is_image = trunk[0].stride > 0
+        # Bytes go in as they are; 1/255 is folded into the first layer's copy.
+        self._input_scale = 1.0 / 255.0 if self._is_image else 1.0
+        layers = [
+            *trunk,
+            Layer("value", (1, self._hidden)),
+            Layer("advantage", (num_actions, self._hidden)),
+        ]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in layers:
+            shapes[f"{layer.name}.weight"] = layer.weight
+            shapes[f"{layer.name}.bias"] = layer.weight[:1]
+        self.shapes = shapes
+        self.num_parameters = sum(math.prod(shape) for shape in shapes.values())
+        self._bind(self._initial(layers, seed).to(device))
+
+    def _bind(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.views = self.split(self.flat)
+        self.leaves = {name: self._leaf(name, view) for name, view in self.views.items()}
+        self.refresh()
+
+    def _initial(self, layers: list[Layer], seed: int) -> Tensor:
+        """Uniform in +-1/sqrt(fan in), weights and biases alike."""
+        generator = torch.Generator().manual_seed(seed)
+        parts = []
+        for layer in layers:
+            bound = 1.0 / math.sqrt(math.prod(layer.weight[1:]))
+            size = math.prod(layer.weight) + layer.weight[0]
+            parts.append(torch.empty(size).uniform_(-bound, bound, generator=generator))
+        return torch.cat(parts)
+
+    def copy(self) -> "DuelingNetwork":
+        """The same network over memory of its own."""
+        twin = object.__new__(DuelingNetwork)
+        twin.__dict__.update(self.__dict__)
+        twin._bind(self.flat.clone())
+        return twin
+
+    def load_flat(self, parameters: Any) -> None:
+        """Take all parameters: a tensor, or any buffer of float32 [n] or of its bytes."""
+        if not isinstance(parameters, Tensor):
+            size = memoryview(parameters).nbytes
+            if size != 4 * self.num_parameters:
+                raise ConfigError(
+                    f"the parameters must be {4 * self.num_parameters} bytes, got {size}"
+                )
+            with warnings.catch_warnings():
+                # The buffer may be read-only; it is only read.
+                warnings.simplefilter("ignore", UserWarning)
+                parameters = torch.frombuffer(parameters, dtype=torch.float32)
+        self.flat.copy_(parameters)
+        self.refresh()
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named views of `flat`, a tensor with one number for each parameter."""
+        views = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            end = start + math.prod(shape)
+            views[name] = flat[start:end].view(shape)
+            start = end
+        return views
+
+    def _leaf(self, name: str, view: Tensor) -> Tensor:
+        if name.startswith(("value", "advantage")):
+            leaf = view
+        elif self.dtype != torch.float32 or (self._input_scale != 1.0 and name == "conv1.weight"):
+            form = torch.channels_last if view.ndim == 4 else torch.contiguous_format
+            leaf = torch.empty_like(view, dtype=self.dtype, memory_format=form)
+        else:
+            leaf = view
+        return leaf.detach().requires_grad_()
+
+    def refresh(self) -> None:
+        """Renew what computes, after `flat` was changed."""
+        with torch.no_grad():
+            for name, view in self.views.items():
+                leaf = self.leaves[name]
+                if name == "conv1.weight":
+                    leaf.copy_(view * self._input_scale)
+                elif leaf.data_ptr() != view.data_ptr():
+                    leaf.copy_(view)
+
+    def gather_gradients(self, gradients: Sequence[Tensor], out: dict[str, Tensor]) -> None:
+        """Write the gradients of `leaves` into `out`, the views of a flat float32 tensor."""
+        for (name, view), gradient in zip(out.items(), gradients, strict=True):
+            view.copy_(gradient)
+            if name == "conv1.weight":
+                view.mul_(self._input_scale)
+
+    def to_input(self, obs: np.ndarray | Tensor) -> Tensor:
+        """Observations (B, *obs_shape) of any strides as the tensor that `__call__` takes."""
+        tensor = obs if isinstance(obs, Tensor) else torch.from_numpy(obs)
+        if tuple(tensor.shape[1:]) != self.obs_shape:
+            raise ConfigError(
+                f"observations must have shape (B, {', '.join(map(str, self.obs_shape))}), "
+                f"got {tuple(tensor.shape)}"
+            )
+        tensor = tensor.to(self.device, non_blocking=True)
+        if self._is_image:
+            # Bytes first: to turn them into channels_last later would move twice as much.
+            return tensor.contiguous(memory_format=torch.channels_last).to(self.dtype)
+        return tensor.reshape(len(tensor), -1).to(self.dtype)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
+        leaves = self.leaves
+        x = inputs
+        for layer in self._trunk:
+            weight, bias = leaves[f"{layer.name}.weight"], leaves[f"{layer.name}.bias"]
+            if x.ndim == 4 and not layer.stride:
+                # Features in (height, width, channel) order: as they lie in memory.
+                x = x.permute(0, 2, 3, 1).flatten(1)
+            if layer.stride:
+                x = F.conv2d(x, weight, bias, layer.stride)
+            else:
+                x = F.linear(x, weight, bias)
+            x = F.relu_(x)
+        x = x.float()
+        value = F.linear(x[:, : self._hidden], leaves["value.weight"], leaves["value.bias"])
+        advantage = F.linear(
+            x[:, self._hidden :], leaves["advantage.weight"], leaves["advantage.bias"]
+        )
+        return value + advantage - advantage.mean(1, keepdim=True)
