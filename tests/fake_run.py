@@ -1,0 +1,200 @@
+"""A run without a machine behind it: blocks that fill as if Ape-X were learning Breakout.
+
+`python -m tests.fake_run --seconds 60` shows the view; `--plain` the lines, `--run-dir` records.
+"""
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zapex.metrics import EPISODE, Role, RoleMetrics
+from zapex.monitor import Monitor
+from zapex.report import Evaluation, Recorder, RunFacts, View
+
+STREAMS = 16
+
+_SHARES: dict[Role, dict[str, float]] = {
+    "actor": {
+        "pull": 0.01,
+        "environment": 0.62,
+        "forward": 0.31,
+        "push": 0.02,
+        "wait": 0.03,
+        "other": 0.01,
+    },
+    "replay": {"insert": 0.02, "sample": 0.04, "update": 0.02, "idle": 0.91, "other": 0.01},
+    "learner": {
+        "wait": 0.03,
+        "gather": 0.04,
+        "forward": 0.33,
+        "backward": 0.44,
+        "optimiser": 0.13,
+        "update": 0.01,
+        "publish": 0.01,
+        "checkpoint": 0.0,
+        "other": 0.01,
+    },
+    "evaluator": {"evaluate": 0.1, "idle": 0.9},
+}
+
+
+class FakeRun:
+    """Roles' blocks and episodes, advanced by hand: `advance(seconds)`."""
+
+    def __init__(self, actors: int = 2, seed: int = 0) -> None:
+        names: list[tuple[str, Role]] = [(f"actor {i}", "actor") for i in range(actors)]
+        names += [("replay", "replay"), ("learner", "learner"), ("evaluator", "evaluator")]
+        self.roles = [
+            (name, RoleMetrics(bytearray(RoleMetrics.required_bytes()), role, create=True))
+            for name, role in names
+        ]
+        self.seconds = 0.0
+        self._rng = np.random.default_rng(seed)
+        self._actors = actors
+        self._owed = 0.0
+        self._evaluated = 0
+        for _, block in self.roles:
+            block.enter(block.table.phases[0])
+
+    def advance(self, seconds: float) -> np.ndarray[Any, Any]:
+        """Let `seconds` pass in every block at once; the episodes that ended meanwhile."""
+        self.seconds += seconds
+        for _, block in self.roles:
+            _spend(block, seconds)
+        steps = int(1650 * seconds / self._actors)
+        learned = self.seconds / (self.seconds + 300)
+        for _, block in self.roles:
+            if block.role == "actor":
+                for name, n in (("steps", steps), ("frames", 4 * steps), ("transitions", steps)):
+                    block.add(name, n)
+                block.add("chunks", steps // 64)
+                block.set("params_version", int(self.seconds))
+            elif block.role == "replay":
+                block.add("inserted", steps * self._actors)
+                block.add("sampled", int(8 * steps * self._actors))
+                block.add("updates_applied", int(8 * steps * self._actors))
+                block.add("updates_stale", int(0.02 * steps * self._actors))
+                live = min(400_000.0, 1650 * self.seconds)
+                block.set("live", live)
+                block.set("capacity", 400_000)
+                block.set("bytes_used", live * 7900)
+                block.set("slots_free", 40)
+                block.set("slots_granted", STREAMS)
+                block.set("limiter", 2)
+            elif block.role == "learner":
+                block.add("batches", int(100 * seconds))
+                block.add("samples", int(100 * seconds) * 128)
+                block.set("params_version", int(self.seconds))
+                block.set("loss", 0.02 * (1 - 0.6 * learned) * self._rng.uniform(0.9, 1.1))
+                block.set("q_mean", 4 * learned)
+                block.set("td_abs_mean", 0.1 * (1 - 0.5 * learned))
+                block.set("grad_norm", 1.3)
+        return self._episodes(seconds, learned)
+
+    def evaluation(self) -> Evaluation | None:
+        """Ten games a minute, when one is due."""
+        if self.seconds < 60 * (self._evaluated + 1):
+            return None
+        self._evaluated += 1
+        mean = 60 * self.seconds / (self.seconds + 300)
+        return Evaluation(
+            returns=tuple(self._rng.normal(mean, 4, 10).round().tolist()),
+            params_version=int(self.seconds),
+            steps=int(1650 * self.seconds),
+            frames=int(6600 * self.seconds),
+            wall_s=self.seconds,
+        )
+
+    def _episodes(self, seconds: float, learned: float) -> np.ndarray[Any, Any]:
+        self._owed += 1.5 * seconds
+        records = np.zeros(int(self._owed), EPISODE)
+        self._owed -= len(records)
+        records["stream"] = self._rng.integers(0, STREAMS, len(records))
+        records["epsilon"] = 0.4 ** (1 + 7 * records["stream"] / (STREAMS - 1))
+        records["game_return"] = self._rng.poisson(
+            (1 + 55 * learned) * (1 - records["epsilon"]) ** 2
+        )
+        records["steps"] = 300
+        records["frames"] = 1200
+        records["time_ns"] = time.perf_counter_ns()
+        records["params_version"] = int(self.seconds)
+        return records
+
+
+def _spend(block: RoleMetrics, seconds: float) -> None:
+    """As if the block's role had run for `seconds` more, each phase its share of them."""
+    words = block._words
+    for name, share in _SHARES[block.role].items():
+        words[block._phases[name]] += int(share * seconds * 1e9)
+    # The clock did not move that far: start earlier, so that the phases still fill the time.
+    words[2] = time.perf_counter_ns() - sum(words[i] for i in block._phases.values())
+    block._since_ns = words[4] = time.perf_counter_ns()
+
+
+def facts(begun_s_ago: float = 0.0, run_dir: Path | None = None) -> RunFacts:
+    """A ten-minute run of Breakout that began a while ago."""
+    return RunFacts(
+        environment="ALE/Breakout-v5",
+        preset="laptop",
+        run_dir=run_dir,
+        streams=STREAMS,
+        greedy_stream=STREAMS - 1,
+        plain_transition_bytes=2 * 4 * 84 * 84,
+        shared_bytes=int(400_000 * 7900 * 1.02),
+        started_ns=time.perf_counter_ns() - int(begun_s_ago * 1e9),
+        max_wall_s=600.0,
+        references={"random": 1.7, "human": 30.5},
+    )
+
+
+def started(
+    view: View | None = None,
+    recorders: Sequence[Recorder] = (),
+    head_start_s: int = 0,
+    run_dir: Path | None = None,
+) -> tuple[FakeRun, Monitor]:
+    """A run and its monitor, `head_start_s` seconds after the start."""
+    fake = FakeRun()
+    monitor = Monitor(facts(head_start_s, run_dir), fake.roles, view, recorders)
+    monitor.message("learning starts at 20,000 transitions")
+    for _ in range(head_start_s):
+        go_on(fake, monitor, 1.0)
+    return fake, monitor
+
+
+def go_on(fake: FakeRun, monitor: Monitor, seconds: float) -> None:
+    """Let `seconds` pass and tell the monitor what happened."""
+    monitor.add_episodes(fake.advance(seconds))
+    if evaluation := fake.evaluation():
+        monitor.add_evaluation(evaluation)
+        monitor.message(f"evaluated: {evaluation.mean:.1f} over 10 games")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--head-start", type=int, default=0)
+    parser.add_argument("--plain", action="store_true")
+    arguments = parser.parse_args()
+    from zapex.terminal import PlainLines
+
+    fake, monitor = started(PlainLines(), head_start_s=arguments.head_start)
+    begin = before = time.perf_counter()
+    while (now := time.perf_counter()) - begin < arguments.seconds:
+        go_on(fake, monitor, now - before)
+        before = now
+        monitor.tick()
+        time.sleep(0.1)
+    monitor.close()
+    used = os.times()
+    print(f"{(used.user + used.system) / (time.perf_counter() - begin):.2%} of a core")
+
+
+if __name__ == "__main__":
+    main()
