@@ -10,13 +10,13 @@ import difflib
 import hashlib
 import json
 import math
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, Self
 
+from zapex.checked import Section, bounded
 from zapex.errors import ConfigError
 from zapex.text import parse_count, toml_value
 
@@ -24,95 +24,15 @@ _MAX_SLOTS = 1 << 19
 """A key has 19 bits for the slot."""
 
 
-def flag_of(name: str) -> str:
-    """The flag of a field: `batch_size` -> `--batch-size`."""
-    return "--" + name.replace("_", "-")
-
-
-def _bounded(
-    default: Any,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    local: bool = False,
-    invocation: bool = False,
-) -> Any:
-    """A field with its range: `low <= value <= high` and `value > above`.
-
-    `local` fields may differ between the hosts of one run; `invocation` fields belong to one call
-    of the command and are not written to `config.toml` (they are local too).
-    """
-    metadata = {
-        "low": low,
-        "high": high,
-        "above": above,
-        "local": local or invocation,
-        "invocation": invocation,
-    }
-    return field(default=default, metadata=metadata)
-
-
-def _type_problem(value: Any, kind: Any) -> str | None:
-    """What `value` should have been, or None where it is of `kind`."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        options = typing.get_args(kind)
-        return None if value in options else "one of " + ", ".join(map(repr, options))
-    if origin in (types.UnionType, typing.Union):
-        problems = [_type_problem(value, option) for option in typing.get_args(kind)]
-        return None if None in problems else " or ".join(p for p in problems if p)
-    if origin is dict:
-        named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-        return None if named else "a table of named values"
-    if kind is type(None):
-        return None if value is None else "left out"
-    if isinstance(value, bool):
-        return (
-            None if kind is bool else {int: "a whole number", float: "a number"}.get(kind, "text")
-        )
-    if kind is bool:
-        return "true or false"
-    if kind is int:
-        return None if isinstance(value, int) else "a whole number"
-    if kind is float:
-        fits = isinstance(value, (int, float)) and math.isfinite(value)
-        return None if fits else "a finite number"
-    return None if isinstance(value, kind) else "text"
-
-
 @dataclass(frozen=True)
-class _Section:
-    """Types and ranges are checked here, once for all sections."""
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            problem = _type_problem(value, hints[spec.name])
-            low, high, above = (spec.metadata.get(key) for key in ("low", "high", "above"))
-            if problem is None and value is not None:
-                if low is not None and value < low:
-                    problem = f"at least {low:,}"
-                elif above is not None and value <= above:
-                    problem = f"more than {above:,}"
-                elif high is not None and value > high:
-                    problem = f"at most {high:,}"
-            if problem is not None:
-                raise ConfigError(f"{flag_of(spec.name)} must be {problem}, got {value!r}")
-            if hints[spec.name] is float:  # 1 and 1.0 have one hash
-                object.__setattr__(self, spec.name, float(value))
-
-
-@dataclass(frozen=True)
-class EnvConfig(_Section):
+class EnvConfig(Section):
     """What is played."""
 
     env: str = "ALE/Breakout-v5"
     """Environment: a Gymnasium id, or module:Id, or module:callable."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for the environment's constructor."""
-    max_episode_frames: int = _bounded(108_000, low=0)
+    max_episode_frames: int = bounded(108_000, low=0)
     """An episode is cut after this many frames; 0: never."""
     reward_clip: bool = True
     """Learn from rewards clipped to [-1, 1]; scores are reported as the game gives them."""
@@ -126,128 +46,128 @@ class EnvConfig(_Section):
 
 
 @dataclass(frozen=True)
-class ActorConfig(_Section):
+class ActorConfig(Section):
     """Who plays, and how greedily."""
 
-    actors: int = _bounded(8, low=1, high=4096)
+    actors: int = bounded(8, low=1, high=4096)
     """Actor processes."""
-    envs_per_actor: int = _bounded(16, low=1, high=4096)
+    envs_per_actor: int = bounded(16, low=1, high=4096)
     """Environments that one actor steps in lockstep."""
-    param_period: int = _bounded(400, low=1)
+    param_period: int = bounded(400, low=1)
     """Frames of one stream between two pulls of parameters."""
-    eps_base: float = _bounded(0.4, low=0.0, high=1.0)
+    eps_base: float = bounded(0.4, low=0.0, high=1.0)
     """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the base."""
-    eps_alpha: float = _bounded(7.0, low=0.0)
+    eps_alpha: float = bounded(7.0, low=0.0)
     """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the alpha."""
-    max_chunk_age_steps: int = _bounded(128, low=1)
+    max_chunk_age_steps: int = bounded(128, low=1)
     """A chunk is sent on after this many steps even when it is not full."""
-    env_threads: int = _bounded(1, low=1, local=True)
+    env_threads: int = bounded(1, low=1, local=True)
     """Threads that step the environments of one actor."""
-    actor_threads: int = _bounded(1, low=1, local=True)
+    actor_threads: int = bounded(1, low=1, local=True)
     """Threads of one actor's forward pass."""
 
 
 @dataclass(frozen=True)
-class ReplayConfig(_Section):
+class ReplayConfig(Section):
     """What is remembered, and how it is drawn."""
 
-    capacity: int = _bounded(2_000_000, low=2)
+    capacity: int = bounded(2_000_000, low=2)
     """Transitions kept."""
-    alpha: float = _bounded(0.6, low=0.0)
+    alpha: float = bounded(0.6, low=0.0)
     """Leaf = (|priority| + eps)^alpha; 0 draws uniformly."""
-    beta: float = _bounded(0.4, low=0.0)
+    beta: float = bounded(0.4, low=0.0)
     """Importance weights = (N q)^-beta."""
-    priority_eps: float = _bounded(1e-6, above=0.0)
+    priority_eps: float = bounded(1e-6, above=0.0)
     """Added to each |priority|, so that every transition can be drawn."""
-    n_step: int = _bounded(3, low=1, high=64)
+    n_step: int = bounded(3, low=1, high=64)
     """Rewards summed before bootstrapping."""
-    gamma: float = _bounded(0.99, low=0.0, high=1.0)
+    gamma: float = bounded(0.99, low=0.0, high=1.0)
     """Discount of one step."""
-    learning_starts: int = _bounded(50_000, low=1)
+    learning_starts: int = bounded(50_000, low=1)
     """Transitions that must be there before the first is drawn."""
-    samples_per_insert: float = _bounded(0.0, low=0.0)
+    samples_per_insert: float = bounded(0.0, low=0.0)
     """How often a transition is drawn on average; 0: no limit."""
-    samples_per_insert_tolerance: int = _bounded(0, low=0)
+    samples_per_insert_tolerance: int = bounded(0, low=0)
     """Samples by which that ratio may be off; 0: the least that cannot block, twice."""
     sampling: Literal["stratified", "independent"] = "stratified"
     """How a batch is drawn."""
-    prefetch: int = _bounded(2, low=1, high=64)
+    prefetch: int = bounded(2, low=1, high=64)
     """Batches asked for ahead of the learner."""
 
 
 @dataclass(frozen=True)
-class LearnerConfig(_Section):
+class LearnerConfig(Section):
     """How it is learned from."""
 
-    batch_size: int = _bounded(512, low=1, high=1 << 16)
+    batch_size: int = bounded(512, low=1, high=1 << 16)
     """Transitions in a batch."""
-    lr: float = _bounded(0.00025 / 4, above=0.0)
+    lr: float = bounded(0.00025 / 4, above=0.0)
     """Learning rate."""
     optimiser: Literal["rmsprop", "adam"] = "rmsprop"
     """Centred RMSProp (the paper's) or Adam."""
-    rmsprop_decay: float = _bounded(0.95, low=0.0, high=1.0)
+    rmsprop_decay: float = bounded(0.95, low=0.0, high=1.0)
     """Decay of RMSProp's averages."""
-    optimiser_eps: float = _bounded(1.5e-7, above=0.0)
+    optimiser_eps: float = bounded(1.5e-7, above=0.0)
     """Added to the optimiser's denominator."""
-    max_grad_norm: float = _bounded(40.0, low=0.0)
+    max_grad_norm: float = bounded(40.0, low=0.0)
     """Gradients are clipped to this norm; 0: never."""
-    target_period: int = _bounded(2_500, low=1)
+    target_period: int = bounded(2_500, low=1)
     """Batches between two copies into the target network."""
-    publish_period_s: float = _bounded(1.0, low=0.0)
+    publish_period_s: float = bounded(1.0, low=0.0)
     """Seconds between two publications of parameters, at least; 0: after each batch."""
-    hidden: int = _bounded(512, low=1, high=1 << 14)
+    hidden: int = bounded(512, low=1, high=1 << 14)
     """Width of the hidden layer of each head."""
     loss: Literal["huber", "squared"] = "huber"
     """Of the TD error."""
-    device: Literal["auto", "cpu", "cuda"] = _bounded("auto", local=True)
+    device: Literal["auto", "cpu", "cuda"] = bounded("auto", local=True)
     """Where the learner computes."""
-    precision: Literal["auto", "float32", "bfloat16"] = _bounded("auto", local=True)
+    precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
     """Of the convolutions; heads, targets and loss are always float32."""
-    learner_threads: int = _bounded(1, low=1, local=True)
+    learner_threads: int = bounded(1, low=1, local=True)
     """Threads of the learner on a CPU."""
 
 
 @dataclass(frozen=True)
-class EvaluatorConfig(_Section):
+class EvaluatorConfig(Section):
     """How well it plays, measured apart from training."""
 
-    eval_period_s: float = _bounded(0.0, low=0.0, local=True)
+    eval_period_s: float = bounded(0.0, low=0.0, local=True)
     """Seconds between two evaluations during training; 0: never."""
-    eval_episodes: int = _bounded(10, low=1, local=True)
+    eval_episodes: int = bounded(10, low=1, local=True)
     """Episodes of one evaluation."""
-    eval_epsilon: float = _bounded(0.001, low=0.0, high=1.0, local=True)
+    eval_epsilon: float = bounded(0.001, low=0.0, high=1.0, local=True)
     """Share of random actions in an evaluation."""
-    eval_noop_max: int = _bounded(30, low=0, local=True)
+    eval_noop_max: int = bounded(30, low=0, local=True)
     """Random number of no-ops, up to this, at the start of a game."""
 
 
 @dataclass(frozen=True)
-class RunConfig(_Section):
+class RunConfig(Section):
     """How long it runs, and where it is written."""
 
-    preset: Literal["auto", "paper", "workstation", "laptop", "smoke"] = _bounded(
+    preset: Literal["auto", "paper", "workstation", "laptop", "smoke"] = bounded(
         "paper", local=True
     )
     """Where values come from that you do not give; `auto` looks at this machine."""
-    seed: int = _bounded(1, low=0, high=2**63 - 1)
+    seed: int = bounded(1, low=0, high=2**63 - 1)
     """Of everything that is drawn at random."""
-    exp: str = _bounded("apex", local=True)
+    exp: str = bounded("apex", local=True)
     """A name for the experiment, part of the run directory's."""
-    run_dir: str = _bounded("", invocation=True)
+    run_dir: str = bounded("", invocation=True)
     """Where the run is written; empty: runs/{env}__{exp}__{seed}__{time}."""
-    resume: str = _bounded("", invocation=True)
+    resume: str = bounded("", invocation=True)
     """The run directory to go on with."""
-    max_frames: int = _bounded(0, low=0, local=True)
+    max_frames: int = bounded(0, low=0, local=True)
     """Stop after this many environment frames; 0: no limit."""
-    max_minutes: float = _bounded(0.0, low=0.0, local=True)
+    max_minutes: float = bounded(0.0, low=0.0, local=True)
     """Stop after this many minutes; 0: no limit."""
-    stop_at_return: float | None = _bounded(None, local=True)
+    stop_at_return: float | None = bounded(None, local=True)
     """Stop when an evaluation's mean return reaches this."""
-    checkpoint_minutes: float = _bounded(10.0, low=0.0, local=True)
+    checkpoint_minutes: float = bounded(10.0, low=0.0, local=True)
     """Minutes between two checkpoints; 0: only at the end."""
-    inline: bool = _bounded(False, local=True)
+    inline: bool = bounded(False, local=True)
     """Everything in one process and one thread, repeatable bit for bit from the seed."""
-    plain: bool = _bounded(False, local=True)
+    plain: bool = bounded(False, local=True)
     """Plain lines instead of the live terminal view."""
 
 
@@ -325,16 +245,7 @@ class Config:
         Raises:
             ConfigError: a name is no field (with the nearest one), or the copy is not valid.
         """
-        by_section: dict[str, dict[str, Any]] = {}
-        for name, value in values.items():
-            by_section.setdefault(_section_of(name), {})[name] = value
-        return dataclasses.replace(
-            self,
-            **{
-                section: dataclasses.replace(getattr(self, section), **changes)
-                for section, changes in by_section.items()
-            },
-        )
+        return dataclasses.replace(self, **merged(vars(self), values))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Tables of plain values by section; None is left out, as TOML has no word for it."""
@@ -391,7 +302,7 @@ class Config:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-SECTIONS: dict[str, type[_Section]] = {
+SECTIONS: dict[str, type[Section]] = {
     "env": EnvConfig,
     "actor": ActorConfig,
     "replay": ReplayConfig,
@@ -416,6 +327,21 @@ def _section_of(name: str) -> str:
     if name not in FIELDS:
         raise ConfigError(f"no setting is called {name!r}{_nearest(name, FIELDS)}")
     return FIELDS[name][0]
+
+
+def merged(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections by name with flat `values` put in; each is checked, but not against the others.
+
+    Raises:
+        ConfigError: a name is no field (with the nearest one), or a value cannot work.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        changes.setdefault(_section_of(name), {})[name] = value
+    return {
+        name: dataclasses.replace(section, **changes.get(name, {}))
+        for name, section in sections.items()
+    }
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zapex.config import FIELDS, Config, flag_of
+from zapex.checked import flag_of
+from zapex.config import Config
 from zapex.errors import ConfigError
 from zapex.machine import Machine
 from zapex.schema import HEADER_WORDS, ChunkLayout, Schema
@@ -209,16 +210,9 @@ def check_memory(config: Config, schema: Schema, machine: Machine) -> None:
     )
 
 
-def explain(config: Config, chosen: Mapping[str, Choice], given: Mapping[str, Any]) -> str:
-    """The settings as a table of lines: value and reason, those given by the user told apart."""
-    rows = []
-    for name, (value, reason) in chosen.items():
-        if name not in given or name == "preset":
-            rows.append((flag_of(name), _show(value), reason))
-    for name in given:
-        if name in FIELDS and name != "preset":
-            value = getattr(getattr(config, FIELDS[name][0]), name)
-            rows.append((flag_of(name), _show(value), "you gave it"))
+def explain(chosen: Mapping[str, Choice]) -> str:
+    """The settings as a table of lines: flag, value, reason."""
+    rows = [(flag_of(name), _show(value), reason) for name, (value, reason) in chosen.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
 
