@@ -122,3 +122,24 @@ class NaiveNStep:
             priority = abs(total + discount * next_value - first_value)
             self.transitions.append((obs, first, total, discount, next_obs, priority))
         self.obs = next_obs
+
+
+class NaiveRing:
+    """The ring as a list of everything ever committed."""
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.committed = []
+        self.released = 0
+
+    def offer(self, rows):
+        if len(self.committed) + len(rows) - self.released > self.capacity:
+            return False
+        self.committed += rows
+        return True
+
+    def poll(self, max_n):
+        return self.committed[self.released : self.released + max_n]
+
+    def release(self, n):
+        self.released += n

@@ -97,7 +97,7 @@ class Column:
         return [list(self.shape), np.dtype(self.dtype).str, self.stack, self.stack_axis]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schema:
     """The columns of a transition and the n-step return that joins them.
 
@@ -158,6 +158,12 @@ class Schema:
         text = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return self.hash
+
     @classmethod
     def from_description(cls, facts: Mapping[str, Any]) -> "Schema":
         """The inverse of `describe`."""
@@ -208,7 +214,7 @@ class ChunkLayout:
 
     schema: Schema
     chunk: int
-    sections: dict[str, Section] = field(init=False, repr=False)
+    sections: dict[str, Section] = field(init=False, repr=False, compare=False)
     body_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -252,7 +258,7 @@ class BatchLayout:
     schema: Schema
     batch_size: int
     channels_last: bool = False
-    sections: dict[str, Section] = field(init=False, repr=False)
+    sections: dict[str, Section] = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:

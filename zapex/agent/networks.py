@@ -15,24 +15,15 @@ would quantise the TD errors.
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zapex.agent.architecture import Layer, output_layers, sees_images, trunk_layers
 from zapex.errors import ConfigError
-
-MIN_IMAGE_SIDE = 36  # below it the third convolution has nothing left to see
-
-
-class Layer(NamedTuple):
-    """One layer's shape: `weight` is (out, in), or (out, in, k, k) of a convolution."""
-
-    name: str
-    weight: tuple[int, ...]
-    stride: int = 0  # 0: dense
 
 
 def build(
@@ -57,38 +48,11 @@ def build(
         raise ConfigError(f"num_actions must be at least 1, got {num_actions}")
     if hidden is not None and hidden < 1:
         raise ConfigError(f"hidden must be at least 1, got {hidden}")
-    is_image = np.dtype(obs_dtype) == np.uint8 and len(shape) == 3
-    trunk = _convolutions(shape, hidden or 512) if is_image else _dense(shape, hidden or 128)
+    is_image = sees_images(shape, obs_dtype)
+    trunk = trunk_layers(shape, obs_dtype, hidden)
     place = _device(device)
     dtype = _dtype(precision, place) if is_image else torch.float32
     return DuelingNetwork(shape, trunk, num_actions, dtype=dtype, device=place, seed=seed)
-
-
-def _convolutions(shape: tuple[int, ...], hidden: int) -> list[Layer]:
-    stack, height, width = shape
-    if min(height, width) < MIN_IMAGE_SIDE:
-        raise ConfigError(
-            "images have shape (stack, height, width) with height and width at least "
-            f"{MIN_IMAGE_SIDE}, got {shape}; resize or transpose them, or give a flat vector"
-        )
-    layers = []
-    channels = stack
-    for name, out, kernel, stride in (
-        ("conv1", 32, 8, 4),
-        ("conv2", 64, 4, 2),
-        ("conv3", 64, 3, 1),
-    ):
-        layers.append(Layer(name, (out, channels, kernel, kernel), stride))
-        height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-        channels = out
-    return [*layers, Layer("streams", (2 * hidden, channels * height * width))]
-
-
-def _dense(shape: tuple[int, ...], hidden: int) -> list[Layer]:
-    features = math.prod(shape)
-    if features < 1:
-        raise ConfigError(f"an observation must have at least one element, got shape {shape}")
-    return [Layer("dense1", (hidden, features)), Layer("streams", (2 * hidden, hidden))]
 
 
 def _device(name: str) -> torch.device:
@@ -149,11 +113,7 @@ class DuelingNetwork:
         self._is_image = trunk[0].stride > 0
         # Bytes go in as they are; 1/255 is folded into the first layer's copy.
         self._input_scale = 1.0 / 255.0 if self._is_image else 1.0
-        layers = [
-            *trunk,
-            Layer("value", (1, self._hidden)),
-            Layer("advantage", (num_actions, self._hidden)),
-        ]
+        layers = [*trunk, *output_layers(trunk, num_actions)]
         shapes: dict[str, tuple[int, ...]] = {}
         for layer in layers:
             shapes[f"{layer.name}.weight"] = layer.weight
