@@ -1,0 +1,113 @@
+# Everything from a clean clone: `make train`. `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help venv train demo test lint wheel bench clean check-python check-torch
+
+VENV  ?= .venv
+ARGS  ?=
+NAME  ?= sumtree
+# cpu: the build without CUDA. cuda: with it, several GB. existing: the one that your Python has.
+# auto: yours if there is one, otherwise cuda where there is an NVIDIA GPU, otherwise cpu.
+# What was chosen once stays: the name of the stamp in $(VENV) holds it.
+INSTALLED := $(patsubst $(VENV)/.installed-%,%,$(firstword $(wildcard $(VENV)/.installed-*)))
+TORCH ?= $(or $(INSTALLED),cpu)
+# An index with torch's CPU builds, where pip's own has none.
+TORCH_INDEX ?=
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
+	$(p) -c 'import sys; print(sys.executable) if sys.version_info >= (3, 11) else 0' 2>/dev/null)))
+
+ifeq ($(TORCH),auto)
+  override TORCH := $(shell if $(PYTHON) -c 'import torch' 2>/dev/null; then echo existing; \
+	elif compgen -G '/dev/nvidia[0-9]*' >/dev/null; then echo cuda; else echo cpu; fi)
+endif
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(TORCH)
+PIP   := $(BIN)/python -m pip install --disable-pip-version-check
+
+help:
+	@printf '%s\n' \
+	  '' \
+	  '  make train    ten minutes of Breakout with the real ROM; more: make train ARGS="--max-minutes 60"' \
+	  '  make demo     CartPole to 475 of 500 in about two minutes, then the curve' \
+	  '  make test     the tests                        make lint    ruff, mypy, direction of imports' \
+	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
+	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
+	  '' \
+	  '  TORCH=cpu (default) | cuda | existing (the torch of your Python) | auto' \
+	  '  PYTHON=...   which Python 3.11 or newer; here: $(or $(PYTHON),none found)' \
+	  ''
+
+venv: $(STAMP)
+
+train: $(STAMP)
+	@$(BIN)/zapex train --env ALE/Breakout-v5 --max-minutes 10 $(ARGS)
+
+demo: $(STAMP)
+	@$(BIN)/zapex train --env CartPole-v1 --stop-at-return 475 --eval-episodes 100 --max-minutes 5 $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict zapex
+	@$(BIN)/python -m pytest tests/test_layers.py
+
+wheel: $(STAMP)
+	@rm -rf build
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+
+bench: $(STAMP)
+	@$(BIN)/zapex bench $(NAME) $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find zapex tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo 'kept: $(VENV) and runs/'
+
+# Another choice of TORCH makes the environment anew; a pull that changed a version updates it.
+$(STAMP): pyproject.toml constraints.txt | check-python
+	@case '$(TORCH)' in cpu|cuda|existing) ;; *) \
+	  echo 'TORCH must be cpu, cuda, existing or auto, got "$(TORCH)"' >&2; exit 2;; esac
+	@echo 'Making $(VENV) with $(PYTHON) (TORCH=$(TORCH)); the first time takes minutes.'
+	@$(if $(filter-out $(TORCH),$(INSTALLED)),rm -rf '$(VENV)')
+	@test -e '$(BIN)/python' || $(PYTHON) -m venv \
+	  $(if $(filter existing,$(TORCH)),--system-site-packages) '$(VENV)'
+	@$(MAKE) --no-print-directory install-torch-$(TORCH)
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[plot,video,dev]'
+	@touch '$@'
+	@echo 'Made: $(BIN)/zapex'
+
+.PHONY: install-torch-cpu install-torch-cuda install-torch-existing
+install-torch-cpu:
+	@cp constraints.txt '$(VENV)/constraints.txt'
+	@$(PIP) --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
+	  "$$(grep '^torch==' constraints.txt)+cpu" || { printf '%s\n' '' \
+	  "pip found no CPU build of $$(grep '^torch==' constraints.txt). The general package index has only the" \
+	  'CUDA build for Linux, several GB with what it needs. Choose one:' \
+	  '  make TORCH_INDEX=URL ...   an index with CPU builds: see "Get started" on pytorch.org, choose CPU' \
+	  '  make TORCH=cuda ...        the CUDA build after all (it runs without a GPU too)' \
+	  '  make TORCH=existing ...    the torch that $(PYTHON) has' >&2; exit 1; }
+
+install-torch-cuda:
+	@cp constraints.txt '$(VENV)/constraints.txt'
+	@$(PIP) --quiet --constraint constraints.txt torch
+
+install-torch-existing:
+	@grep -v '^torch==' constraints.txt > '$(VENV)/constraints.txt'
+	@$(BIN)/python -c 'import torch; print("Using torch", torch.__version__)' || \
+	  { echo 'TORCH=existing: $(PYTHON) has no torch that can be imported' >&2; exit 1; }
+
+check-python:
+	@test -n '$(PYTHON)' || { printf '%s\n' \
+	  'Python 3.11 or newer is missing. On Debian 12 and Ubuntu 24.04: sudo apt install python3 python3-venv' \
+	  'On Ubuntu 22.04: sudo apt install python3.11 python3.11-venv. Elsewhere: make PYTHON=/path/to/python' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { printf '%s\n' \
+	  '$(PYTHON) has no venv module. On Debian and Ubuntu:' \
+	  "  sudo apt install python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2; exit 1; }
