@@ -143,3 +143,16 @@ class NaiveRing:
 
     def release(self, n):
         self.released += n
+
+
+class NaiveMailbox:
+    """The mailbox as the last value that was put in."""
+
+    def __init__(self):
+        self.version, self.value = 0, None
+
+    def publish(self, version, value):
+        self.version, self.value = version, value.copy()
+
+    def read_newer(self, than_version):
+        return (self.version, self.value) if self.version > than_version else (0, None)
