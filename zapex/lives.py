@@ -1,0 +1,205 @@
+"""The lives of a child process as data: what to run, what became of it, when it may come back."""
+
+import dataclasses
+import random
+import re
+import signal
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_TRACEBACK_LINES = 80
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What to run. `env` is added to the parent's own; stdout and stderr go to `log_path`.
+
+    `last_incarnation` is the largest one known for this name from before this parent's life.
+    """
+
+    name: str
+    argv: Sequence[str]
+    log_path: Path
+    pass_fds: Sequence[int] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    restart: bool = False
+    last_incarnation: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """How soon a dead child is started again, and when no more.
+
+    The delay doubles from `first_s` to `longest_s` with each short life in a row and is spread by
+    +-`jitter`. Too many short lives in a row, or too many deaths in a window, is giving up.
+    """
+
+    first_s: float = 0.1
+    longest_s: float = 30.0
+    jitter: float = 0.25
+    short_life_s: float = 10.0
+    most_short_lives: int = 5
+    window_s: float = 600.0
+    most_deaths: int = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What became of the child `name`; `str(event)` says it in words."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Started(Event):
+    """A life began."""
+
+    pid: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name} started (pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited(Event):
+    """A life ended as it should: status 0, or by SIGTERM during a shutdown."""
+
+    pid: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class Died(Event):
+    """A life ended as it should not.
+
+    `how` is the exit status or signal in words; `traceback` the last one in its log, or the last
+    lines of the log where there is none.
+    """
+
+    pid: int
+    incarnation: int
+    how: str
+    traceback: str
+    lived_s: float
+
+    def __str__(self) -> str:
+        said = f"\n{self.traceback}" if self.traceback else ""
+        return f"{self.name} died after {self.lived_s:.1f} s: {self.how}{said}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restarting(Event):
+    """A death will be followed by another life in `delay_s`, at a later poll."""
+
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name} is started again in {self.delay_s:.1f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class GaveUp(Event):
+    """No further life: the role cannot stay up."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is not started again: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped(Event):
+    """Alive but not running; whatever it holds stays its own."""
+
+    pid: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} does not run: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued(Event):
+    """Running again after a Stopped."""
+
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.name} runs again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Deaf(Event):
+    """Did not obey SIGTERM in time; `how` says what was done about it."""
+
+    pid: int
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}) did not obey SIGTERM: {self.how}"
+
+
+def status_in_words(returncode: int) -> str:
+    """Popen's `returncode` as "exit status 1" or "killed by SIGSEGV (Segmentation fault)"."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:  # the real-time signals between SIGRTMIN and SIGRTMAX have no names
+        return f"killed by signal {-returncode}"
+    hint = "; where nobody killed it, memory ran out" if -returncode == signal.SIGKILL else ""
+    return f"killed by {name} ({signal.strsignal(-returncode)}{hint})"
+
+
+_HEAD = re.compile(
+    r"[ |+]*(Exception Group )?Traceback \(most recent call last\):|Fatal Python error:"
+)
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+
+
+def last_traceback(log: str) -> str:
+    """The last traceback in `log` with the exceptions it was chained to; "" where there is none."""
+    lines = log.rstrip().splitlines()
+    heads = [i for i, line in enumerate(lines) if _HEAD.match(line)]
+    if not heads:
+        return ""
+    first = heads.pop()
+    while heads and any(line.startswith(_CHAINED) for line in lines[heads[-1] : first]):
+        first = heads.pop()
+    block = lines[first:]
+    if len(block) > _TRACEBACK_LINES:
+        block = [*block[:20], "  ...", *block[-(_TRACEBACK_LINES - 20) :]]
+    return "\n".join(block)
+
+
+class Backoff:
+    """When one role that died may start again; pure: the clock is the caller's."""
+
+    def __init__(self, policy: RestartPolicy, rng: random.Random) -> None:
+        self._policy = policy
+        self._rng = rng
+        self._short_lives = 0
+        self._deaths: deque[float] = deque()
+
+    def after_death(self, now_s: float, lived_s: float) -> float | str:
+        """The delay in seconds until the next life, or the reason why there is none."""
+        policy = self._policy
+        self._short_lives = self._short_lives + 1 if lived_s < policy.short_life_s else 0
+        self._deaths.append(now_s)
+        while self._deaths[0] <= now_s - policy.window_s:
+            self._deaths.popleft()
+        if self._short_lives >= policy.most_short_lives:
+            return (
+                f"it died {self._short_lives} times in a row within {policy.short_life_s:g} s "
+                "of its start"
+            )
+        if len(self._deaths) >= policy.most_deaths:
+            return f"it died {len(self._deaths)} times within {policy.window_s:g} s"
+        delay_s = policy.first_s * 2.0 ** max(0, self._short_lives - 1)
+        spread = self._rng.uniform(1 - policy.jitter, 1 + policy.jitter)
+        return min(policy.longest_s, delay_s * spread)
