@@ -1,0 +1,132 @@
+"""Imports point down, and nothing in zapex/ makes code out of bytes."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "zapex"
+# docs/architecture.md draws these. A module may import from its own layer and from those before
+# it; inside a layer a cycle is the only thing forbidden.
+LAYERS = (
+    "version errors text checked config schema atari_scores",
+    "jit atomics machine shm_segment idle lives",
+    "shm_ring shm_mailbox sumtree_numba chunk_store nstep rate_limiter batch supervisor metrics",
+    "replay snapshot transport",
+    "shm_transport intake agent environments streams",
+    "report screen terminal monitor recorders video presets",
+    "roles",
+    "launch",
+    "flags cli __main__",
+)
+LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_NAMES = {"eval", "exec", "allow_pickle", "recv_pyobj", "send_pyobj", "read_pickle"}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Dotted name, without the leading zapex, -> syntax tree; the package itself is ""."""
+    trees = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text(), str(path))
+    return trees
+
+
+TREES = modules()
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Every import in a tree: (dotted name, is it needed when the module runs).
+
+    Imports inside functions count; those under `if TYPE_CHECKING` come with False.
+    """
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        runs = node not in typing_only
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, runs) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                inner = full.removeprefix("zapex.") in TREES and full.startswith("zapex.")
+                yield (full if inner else str(node.module)), runs
+
+
+def zapex_imports(name: str, only_running: bool = False) -> set[str]:
+    """Modules of zapex that module `name` imports, without the leading zapex."""
+    found = {
+        full.removeprefix("zapex").removeprefix(".")
+        for full, runs in imports(TREES[name])
+        if full.split(".")[0] == "zapex" and (runs or not only_running)
+    }
+    return found - {"", name}
+
+
+def package_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_every_module_has_a_layer() -> None:
+    unknown = {package_of(name) for name in TREES if name} - LAYER_OF.keys()
+    assert not unknown, f"say in tests/test_layers.py and docs/architecture.md where {unknown} are"
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if package_of(name) in LAYER_OF])
+def test_imports_point_down(name: str) -> None:
+    level = LAYER_OF[package_of(name)]
+    for imported in sorted(zapex_imports(name)):
+        other = LAYER_OF.get(package_of(imported), level)
+        assert other <= level, f"{name} (L{level}) imports {imported} (L{other})"
+
+
+def test_imports_make_no_cycle() -> None:
+    graph = {name: zapex_imports(name, only_running=True) & TREES.keys() for name in TREES if name}
+    while graph:
+        free = {name for name, needs in graph.items() if not needs & graph.keys()}
+        assert free, f"these import each other in a circle: {sorted(graph)}"
+        graph = {name: needs for name, needs in graph.items() if name not in free}
+
+
+def test_the_package_itself_imports_only_its_version_when_it_is_imported() -> None:
+    at_once = {
+        node.module
+        for node in TREES[""].body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("zapex.")
+    }
+    assert at_once <= {"zapex.version"}
+
+
+def test_roles_name_no_transport() -> None:
+    for name in TREES:
+        if package_of(name) == "roles" and name not in ("roles", "roles.__main__"):
+            for full, _ in imports(TREES[name]):
+                last = full.split(".")[-1]
+                assert full.split(".")[0] != "zmq", name
+                assert not last.startswith("shm_"), f"{name} imports {full}"
+                assert last == "transport" or not last.endswith("_transport"), f"{name}: {full}"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_bytes_never_become_code(name: str) -> None:
+    for full, _ in imports(TREES[name]):
+        assert not FORBIDDEN & set(full.split(".")), f"{name} imports {full}"
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Name):
+            assert node.id not in FORBIDDEN_NAMES, f"{name}, line {node.lineno}: {node.id}"
+        elif isinstance(node, ast.keyword):
+            assert node.arg not in FORBIDDEN_NAMES, f"{name}, line {node.value.lineno}"
+        elif isinstance(node, ast.Attribute):
+            torch_load = node.attr == "load" and ast.unparse(node.value) == "torch"
+            # A method called eval is torch's way to say "no dropout".
+            other = node.attr in FORBIDDEN_NAMES - {"eval"}
+            found = torch_load or other
+            assert not found, f"{name}, line {node.lineno}: {ast.unparse(node)}"
