@@ -11,11 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "zapex"
 # it; inside a layer a cycle is the only thing forbidden.
 LAYERS = (
     "version errors text checked config schema atari_scores",
-    "jit atomics machine shm_segment idle lives",
+    "jit atomics machine shm_segment idle lives simd",
     "shm_ring shm_mailbox sumtree_numba chunk_store nstep rate_limiter batch supervisor metrics",
-    "replay snapshot transport",
+    "replay snapshot transport checkpoint",
     "shm_transport intake agent environments streams",
-    "report screen terminal monitor recorders video presets",
+    "report screen terminal monitor recorders video curve summary saved_policy presets preflight",
     "roles",
     "launch",
     "flags cli __main__",

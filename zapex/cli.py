@@ -4,6 +4,7 @@ The only reader of `sys.argv` and `os.environ`. Nothing heavy is imported before
 that `zapex --help` is quick and a mistake is told before any process starts.
 """
 
+import json
 import os
 import runpy
 import sys
@@ -207,6 +208,60 @@ def _new_run_directory(config: Config) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class _EvalOptions:
+    """What to evaluate, and what to leave behind."""
+
+    episodes: int = 10
+    """Games to play."""
+    checkpoint: str = "best"
+    """best, latest, the name of a checkpoint of the run, or a file."""
+    video: str = ""
+    """Film the games in this mp4; they are then played one after the other."""
+    json: str = ""
+    """Write the returns to this file."""
+    seed: int = 1
+    """Of the games."""
+    epsilon: float | None = None
+    """Share of random actions; None: the run's own."""
+
+
+def _eval(args: list[str]) -> int:
+    if not args or args[0].startswith("-"):
+        if not {"-h", "--help"} & set(args):
+            raise ConfigError("`zapex eval` needs a run's directory first: zapex eval RUN")
+        args = ["RUN", *args]
+    what = "Play whole games with the network that a run has saved, and print the mean return."
+    options = parse(_EvalOptions, _EvalOptions(), args[1:], "eval RUN", what)
+    run_dir = _run_directory(args[0])
+    config = Config().replace(**read_settings(str(run_dir / "config.toml")))
+    epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
+    from zapex import environments, saved_policy
+    from zapex.roles import evaluator
+
+    spec = environments.check(config.env.env, config.env.env_kwargs)
+    path = saved_policy.find(run_dir, options.checkpoint)
+    policy = saved_policy.load(path, spec, config.learner)
+    print(spec.describe, *spec.notes, f"checkpoint {path}", sep="\n", flush=True)
+    result = evaluator.evaluate(
+        policy.q_values,
+        spec,
+        options.episodes,
+        seed=options.seed,
+        epsilon=epsilon,
+        noop_max=config.evaluator.eval_noop_max,
+        video=options.video or None,
+    )
+    if options.json:
+        facts = {"env": spec.env_id, "checkpoint": str(path), "seed": options.seed}
+        text = json.dumps({**facts, "epsilon": epsilon, **result.describe()}, indent=2)
+        Path(options.json).write_text(text + "\n")
+    if options.video:
+        print(f"video {options.video}")
+    print(f"mean {result.mean:g}  (std {result.std:.3g}, {len(result.returns)} episodes)")
+    return 0
+
+
 def _config(args: list[str]) -> int:
     run = _resolve(args, "config", "Print the settings that `zapex train` would run with, as TOML.")
     from zapex.presets import explain
@@ -242,6 +297,7 @@ def _bench(args: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train on this host"),
+    "eval": (_eval, "play with the network that a run has saved: zapex eval RUN"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine, from the source tree"),
 }
