@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numba
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_CACHES = 8
@@ -65,6 +63,8 @@ CACHE_DIRECTORY = _cache_directory()
 
 def kernel(function: F) -> F:
     """Compile `function` with Numba: releases the GIL, cached on disk where that is possible."""
+    import numba  # here, so that the parent of a run can look at CACHE_DIRECTORY without it
+
     # CACHE_DIR is read once, when the decorator runs; a user's own kernels keep their own place.
     before = numba.config.CACHE_DIR
     if CACHE_DIRECTORY is not None:

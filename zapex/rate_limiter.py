@@ -83,6 +83,11 @@ class RateLimiter:
         self._sampled = 0
 
     @property
+    def open(self) -> bool:
+        """min_size has been committed: samples may be drawn."""
+        return self._open
+
+    @property
     def owed(self) -> float:
         """Samples that the learner may still draw for what was granted; negative after refunds."""
         return self._charged * self._numerator / self._denominator - self._sampled

@@ -1,0 +1,251 @@
+"""What this machine must have for a run, what it has, and the command that mends it.
+
+    findings = check(required_bytes=layout_bytes, processes=4, cuda_visible_devices=...)
+    demand(findings)              # before any process starts: one clear ConfigError
+    print("\\n".join(lines(findings)))
+
+Looks and tries, but keeps and changes nothing; imports neither torch nor numba.
+"""
+
+import dataclasses
+import fcntl
+import importlib.util
+import mmap
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zapex.errors import ConfigError
+from zapex.machine import Machine, memory_fact
+
+_PROCESS_BYTES = 300 << 20  # a role's private memory with torch and the emulators: 220 MiB and up
+_PROCESS_ADDRESSES_BYTES = 4 << 30  # libraries and thread stacks map far more than they touch
+_DESCRIPTORS = 64
+_DESCRIPTORS_PER_PROCESS = 16  # pidfd and log in the parent; segments, eventfds, sockets, files
+_MADV_POPULATE_WRITE = 23
+_UNCONFINED = "in a container: docker run --security-opt seccomp=unconfined"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `mend` is there, too, where enough could be better."""
+
+    what: str
+    found: str
+    enough: bool
+    needed: str = ""
+    mend: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", "could be better" or "too small"."""
+        if not self.enough:
+            return "too small"
+        return "could be better" if self.mend else "ok"
+
+    def __str__(self) -> str:
+        needed = f"; needed: {self.needed}" if self.needed and self.verdict != "ok" else ""
+        mend = f"; to mend it: {self.mend}" if self.mend else ""
+        return f"{self.what}: {self.found}{needed}{mend}"
+
+
+def check(
+    required_bytes: int,
+    processes: int,
+    *,
+    cuda_visible_devices: str | None = None,
+    huge_pages: bool = False,
+    root: Path = Path("/"),
+) -> list[Finding]:
+    """Everything that a run needs of the machine.
+
+    required_bytes: shared memory of the run. processes: all of it, the parent too.
+    cuda_visible_devices: the environment variable of that name, where it is set.
+    huge_pages: whether the run asks for them. root: where /proc, /sys and /dev are looked for.
+    """
+    machine = Machine.look(cuda_visible_devices, root)
+    return [
+        _memory(machine, required_bytes + processes * _PROCESS_BYTES),
+        _dev_shm(root),
+        *_limits(required_bytes, processes),
+        _cores(machine, processes),
+        _huge_pages(required_bytes, huge_pages, root),
+        *_kernel(),
+        _kernel_cache(),
+        _cuda(machine, cuda_visible_devices, root),
+    ]
+
+
+def demand(findings: Sequence[Finding]) -> None:
+    """Raise ConfigError with everything that is too small; silent where nothing is."""
+    wrong = [str(finding) for finding in findings if not finding.enough]
+    if wrong:
+        raise ConfigError("this machine has too little for the run. " + ". ".join(wrong))
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """The findings as plain text, a line each."""
+    return [f"{finding.verdict:<15}  {finding}" for finding in findings]
+
+
+def doctor(findings: Sequence[Finding]) -> int:
+    """Print the findings as a table. Returns the exit code: 1 where something is too small."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "could be better": "yellow", "too small": "bold red"}
+    table = Table(box=box.SIMPLE)
+    for heading in ("", "what", "found", "needed"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        verdict = Text(finding.verdict, style=colours[finding.verdict])
+        table.add_row(verdict, finding.what, Text(finding.found), Text(finding.needed))
+    Console().print(table)
+    for finding in findings:
+        if finding.mend:  # not in the table: a command that is wrapped cannot be copied
+            print(f"{finding.what}: {finding.mend}")
+    wrong = [finding.what for finding in findings if not finding.enough]
+    print("Too small: " + ", ".join(wrong) if wrong else "Everything that is needed is there.")
+    return 1 if wrong else 0
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _memory(machine: Machine, needed_bytes: int) -> Finding:
+    free_bytes = machine.memory_bytes
+    enough = free_bytes >= needed_bytes
+    mend = ""
+    if not enough:
+        share = max(0, 90 * free_bytes // needed_bytes)
+        mend = (
+            f"lower --capacity to {share} % of what it is; "
+            f"in a container: docker run --memory {(needed_bytes >> 30) + 2}g"
+        )
+    return Finding("memory", f"{_gib(free_bytes)} free", enough, _gib(needed_bytes), mend)
+
+
+def _dev_shm(root: Path) -> Finding:
+    try:
+        found = f"{_gib(shutil.disk_usage(root / 'dev/shm').free)} free"
+    except OSError:
+        found = "none"
+    return Finding("/dev/shm", found, True, "none: the replay is in a memfd, which is memory")
+
+
+def _limits(required_bytes: int, processes: int) -> Iterator[Finding]:
+    """Of what `ulimit` shows: descriptors, address space, and file size, which a memfd has too."""
+    descriptors = _DESCRIPTORS + _DESCRIPTORS_PER_PROCESS * processes
+    addresses = required_bytes + _PROCESS_ADDRESSES_BYTES
+    for what, name, option, unit, needed in (
+        ("open files", "NOFILE", "n", 1, descriptors),
+        ("address space", "AS", "v", 1024, addresses),
+        ("file size", "FSIZE", "f", 1024, required_bytes),
+    ):
+        soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        enough = soft == resource.RLIM_INFINITY or soft >= needed
+        mend = ""
+        if not enough and (hard == resource.RLIM_INFINITY or hard >= needed):
+            mend = f"ulimit -S{option} {-(-needed // unit)}"
+        elif not enough:
+            mend = f"sudo prlimit --pid $$ --{name.lower()}={needed}:{needed}"
+        if unit == 1:
+            found, wanted = str(soft), str(needed)
+        else:
+            found, wanted = _gib(soft), _gib(needed)
+        found = "unlimited" if soft == resource.RLIM_INFINITY else found
+        yield Finding(what, found, enough, wanted, mend)
+
+
+def _cores(machine: Machine, processes: int) -> Finding:
+    present = os.cpu_count() or machine.cores
+    mend = ""
+    if machine.cores < 2 <= present:
+        mend = f"taskset -apc 0-{present - 1} $$; in a container: docker run --cpus {present}"
+    found = f"{machine.cores} of {present} may be used"
+    # The parent and the replay sleep most of the time; an actor and a learner do not.
+    return Finding("cores", found, True, f"2 for {processes} processes to be quick", mend)
+
+
+def _huge_pages(required_bytes: int, asked_for: bool, root: Path) -> Finding:
+    page_bytes = memory_fact("Hugepagesize", root)
+    free = memory_fact("HugePages_Free", root)
+    found = f"{free} free of {page_bytes >> 20} MiB each" if page_bytes else "none in this kernel"
+    if not asked_for:
+        return Finding("huge pages", found, True, "none: they are not asked for")
+    needed = -(-required_bytes // page_bytes) if page_bytes else 0
+    enough = page_bytes > 0 and free >= needed
+    mend = "" if enough else f"sudo sysctl vm.nr_hugepages={needed}"
+    return Finding("huge pages", found, enough, str(needed), mend)
+
+
+def _kernel() -> Iterator[Finding]:
+    """Features are tried, not derived from a version: a sandbox may forbid what the kernel has."""
+    release = f"Linux {os.uname().release}"
+    seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    for what, since in (("memfd", "3.17"), ("pidfd", "5.3"), ("eventfd", "2.6.27")):
+        descriptor = -1
+        try:
+            if what == "memfd":
+                descriptor = os.memfd_create("zapex doctor", os.MFD_ALLOW_SEALING)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seal)
+            elif what == "pidfd":
+                descriptor = os.pidfd_open(os.getpid())
+            else:
+                descriptor = os.eventfd(0)
+            yield Finding(what, "works", True)
+        except OSError as error:
+            refused = f"{release} refuses: {error.strerror}"
+            yield Finding(what, refused, False, f"Linux {since} or newer", _UNCONFINED)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            page.madvise(_MADV_POPULATE_WRITE)
+            yield Finding("populate", "works", True)
+        except OSError:
+            # Without it pages are touched one by one.
+            yield Finding("populate", f"not in {release}", True, "Linux 5.14 for a quicker start")
+
+
+def _kernel_cache() -> Finding:
+    from zapex import jit
+
+    if jit.CACHE_DIRECTORY is not None:
+        return Finding("kernel cache", str(jit.CACHE_DIRECTORY), True)
+    found = "no directory can be written: kernels are compiled at every start"
+    mend = "mkdir -p -m 700 ~/.cache && chmod u+w ~/.cache, or export XDG_CACHE_HOME=DIRECTORY"
+    return Finding("kernel cache", found, True, "a directory of your own", mend)
+
+
+def _cuda(machine: Machine, cuda_visible_devices: str | None, root: Path) -> Finding:
+    build = _torch_cuda()
+    if machine.gpus:
+        found = f"{machine.gpus} NVIDIA GPU(s), torch built for {build or 'the CPU alone'}"
+        mend = "" if build else "make venv TORCH=cuda"
+        return Finding("GPU", found, True, "torch with CUDA, to learn on it", mend)
+    hidden = Machine.look(None, root).gpus
+    if hidden:
+        found = f"{hidden}, hidden by CUDA_VISIBLE_DEVICES={cuda_visible_devices}"
+        return Finding("GPU", found, True, "none", "unset CUDA_VISIBLE_DEVICES")
+    return Finding("GPU", "none", True, "none: the learner uses the CPU")
+
+
+def _torch_cuda() -> str:
+    """What the installed torch was built for ("CUDA 12.8"), read and not imported; "" for none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return f"CUDA {match[1]}" if match else ""
