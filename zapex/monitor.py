@@ -113,9 +113,10 @@ class Monitor:
         self._messages: deque[Message] = deque(maxlen=100)
         self._message_count = 0
         self._failed: set[int] = set()
+        self._processes = _Processes()
         # (time, per role sums) of the last few looks: the base of all rates.
         self._history: deque[tuple[int, dict[Role, dict[str, float]]]] = deque()
-        self._processes = _Processes()
+        self._first = (facts.started_ns, self._sums())
 
     def add_episodes(self, records: NDArray[Any]) -> None:
         """Take finished episodes, dtype EPISODE."""
@@ -151,7 +152,7 @@ class Monitor:
 
     def close(self) -> Snapshot:
         """Show and record the last state, then close all outputs."""
-        snapshot = self.look()
+        snapshot = self.look(final=True)
         self._record(snapshot)
         self._show(snapshot)
         for recorder in self._recorders:
@@ -160,15 +161,18 @@ class Monitor:
             self._guard(self._view, self._view.close)
         return snapshot
 
-    def look(self) -> Snapshot:
-        """Read every block now."""
+    def look(self, final: bool = False) -> Snapshot:
+        """Read every block now. At the end rates and shares are those of the whole session."""
         now = time.perf_counter_ns()
-        self._processes.look([block.pid for _, block in self._roles], now)
+        if not final:  # by then the processes are gone: the last they used is remembered
+            self._processes.look([block.pid for _, block in self._roles], now)
         sums = self._sums()
         self._history.append((now, sums))
         while len(self._history) > 2 and now - self._history[1][0] >= _WINDOW_S * 1e9:
             self._history.popleft()
         then, before = self._history[0] if len(self._history) > 1 else (now, {})
+        if final:
+            then, before = self._first
         window_s = (now - then) / 1e9
 
         totals, rates = {}, {}
@@ -193,6 +197,7 @@ class Monitor:
             facts=self.facts,
             time_ns=now,
             wall_s=wall_s,
+            final=final,
             totals=totals,
             rates=rates,
             samples_per_insert=_ratio(replay.get("sampled", 0.0), replay.get("inserted", 0.0)),

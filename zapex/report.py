@@ -1,5 +1,6 @@
 """What a run has to report at one moment, and the two kinds of listeners it reports to."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ class RunFacts:
 
     Attributes:
         environment, preset: as the title says them.
+        cores: how many the run may use.
         streams: environment streams of all actors together.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
         plain_transition_bytes: bytes of one transition in a buffer that stores s and s' whole.
@@ -32,6 +34,7 @@ class RunFacts:
     environment: str
     preset: str = ""
     run_dir: Path | None = None
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     streams: int = 1
     greedy_stream: int = 0
     plain_transition_bytes: int = 0
@@ -102,6 +105,7 @@ class Snapshot:
     facts: RunFacts
     time_ns: int
     wall_s: float
+    final: bool  # rates and shares are those of the whole session, not of the window
     totals: dict[str, float]  # steps, frames, episodes, batches, samples, inserted
     rates: dict[str, float]  # the same, per second, over the window
     samples_per_insert: float

@@ -1,12 +1,90 @@
-"""A run on the terminal: plain lines where no terminal is."""
+"""A run on the terminal: one picture that is kept up to date, or plain lines for pipes."""
 
 import math
+import os
+import re
 import sys
-from typing import Final, TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, TextIO
 
-from zapex.report import Snapshot
+from zapex.report import Snapshot, View
+from zapex.screen import Line, clock, count, draw, number
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
 
 _PLAIN_PERIOD_S: Final = 10.0
+
+
+def open_view(plain: bool = False, stream: TextIO | None = None) -> View:
+    """The picture where `stream` (standard output) is a terminal that can show it, else lines."""
+    stream = stream or sys.stdout
+    capable = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
+    return PlainLines(stream) if plain or not capable or not utf8 else LivePicture(stream)
+
+
+class LivePicture:
+    """The picture, redrawn in place; the last one stays when the run ends."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=stream or sys.stdout)
+        self._size = self._console.size
+        # Drawn by show() alone: a refresh thread would wake up for nothing.
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw `snapshot` over the one before."""
+        if not self._live.is_started:
+            self._live.start()
+        if self._console.size != self._size:
+            # The terminal has wrapped the old lines anew: where they begin is anybody's guess.
+            self._size = self._console.size
+            self._console.clear()
+        self._live.update(_Picture(snapshot), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last picture as it is and give the cursor back."""
+        self._live.stop()
+
+
+class _Picture:
+    """Adapter: lines of styled text as rich's segments, which skips its slow layout."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Segment]":
+        from rich.segment import Segment
+
+        # The last row stays free: a full screen would scroll when the picture is left.
+        for line in draw(self._snapshot, options.max_width, max(5, console.height - 1)):
+            for text, style in line:
+                yield Segment(text, console.get_style(style) if style else None)
+            yield Segment.line()
+
+
+def svg(snapshot: Snapshot, width: int = 100, height: int = 32) -> str:
+    """The picture as an SVG, for a README: no outside fonts, so it looks the same everywhere."""
+    import io
+
+    from rich._export_format import CONSOLE_SVG_FORMAT
+    from rich.console import Console
+
+    console = Console(
+        record=True, width=width, height=height, file=io.StringIO(), force_terminal=True
+    )
+    console.print(_Picture(snapshot), end="")
+    form = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(
+        title=f"zapex train --env {snapshot.facts.environment}", code_format=form
+    )
 
 
 class PlainLines:
@@ -60,29 +138,16 @@ def status_line(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def clock(seconds: float) -> str:
-    """`252` -> "4:12", `7325` -> "2:02:05"."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+def print_lines(lines: list[Line], plain: bool = False, stream: TextIO | None = None) -> None:
+    """Write styled lines, or their text alone where `stream` is no terminal or plain is asked."""
+    stream = stream or sys.stdout
+    if plain or not stream.isatty():
+        print("\n".join("".join(text for text, _ in line).rstrip() for line in lines), file=stream)
+        return
+    from rich.console import Console
+    from rich.text import Text
 
-
-def count(value: float) -> str:
-    """Three digits are enough for the eye: `412331` -> "412k", `1234567` -> "1.23M"."""
-    for above, size, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= above:
-            scaled = value / size
-            decimals = 0 if abs(scaled) >= 100 else 1 if abs(scaled) >= 10 else 2
-            return f"{scaled:.{decimals}f}{suffix}"
-    return f"{value:,.0f}"
-
-
-def number(value: float) -> str:
-    """A measured value with three or four digits: 412, 23.4, 1.23, 0.0123."""
-    size = abs(value)
-    if not math.isfinite(value):
-        return "-"
-    if size >= 1e5 or 0 < size < 1e-4:
-        return f"{value:.2e}"
-    decimals = 0 if size >= 1000 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 4
-    return f"{value:,.{decimals}f}"
+    console = Console(file=stream, highlight=False)
+    for line in lines:
+        # A command must be copied whole, so it may run over the edge.
+        console.print(Text.assemble(*line), soft_wrap=True)
