@@ -1,0 +1,265 @@
+"""The sum tree's layout, and its kernels: functions over one float64 array.
+
+Every level is padded with zeros to whole cache lines of 8 entries:
+
+    leaves | sums of 8 leaves | sums of 8 of those | ... | one line | total | block minima
+    h = 0    h = 1                                         depth-1    depth
+
+A node is a line; its value, one level up, is the sum of its 8 entries, and is always computed anew
+from them, so that nothing drifts. `offsets[h]` is where level h begins; it is the process's own and
+never read from the buffer. Kernels do one level at a time for the whole batch: the cache misses of
+a level do not depend on each other, so that many are in flight (docs/decisions/0002).
+
+    I1  0 <= leaf <= priority_limit(capacity); entries past the capacity are 0
+    I2  entry i of level h + 1 = line_sum of entries [8 i, 8 i + 8) of level h
+    I3  minima[b] > 0: the smallest positive leaf of block b, inf where there is none;
+        minima[b] < 0: no positive leaf of block b is smaller than -minima[b]
+
+Nothing is checked here but what `update_kernel` says. `nodes` is the whole array; `offsets` is what
+`level_offsets` gives. Positions are uint64 where it matters: Numba then leaves out the test for
+negative ones.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zapex.jit import kernel
+from zapex.simd import LANES, FloatArray, Position, line_sum, rank_in_line
+
+IntArray = npt.NDArray[np.int64]
+
+MINIMA_BLOCK = 4096  # leaves; a block is quickly scanned, and there are few
+CACHED_ENTRIES = 8192  # a level up to 64 KiB long is taken to lie in the nearest caches
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+def level_offsets(capacity: int) -> IntArray:
+    """Where each level begins, in entries: leaves, ..., total, minima, end."""
+    offsets = [0]
+    entries = capacity
+    while entries > 1 or len(offsets) == 1:
+        entries = -(-entries // LANES)
+        offsets.append(offsets[-1] + entries * LANES)
+    blocks = -(-capacity // MINIMA_BLOCK)
+    offsets.append(offsets[-1] + LANES)  # the total has a line of its own
+    offsets.append(offsets[-1] + -(-blocks // LANES) * LANES)
+    return np.array(offsets, np.int64)
+
+
+@kernel
+def priority_limit(capacity: int) -> float:
+    """The largest priority: `capacity` of them do not overflow the total."""
+    return _LARGEST / (2 * capacity)
+
+
+@kernel
+def _last_positive(nodes: FloatArray, line: Position) -> Position:
+    """Lane of the last positive entry of a line, 0 if there is none."""
+    lane = np.uint64(LANES - 1)
+    while lane > np.uint64(0) and nodes[line + lane] == 0.0:
+        lane -= np.uint64(1)
+    return lane
+
+
+@kernel
+def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices: IntArray) -> None:
+    """Turn prefix sums in `rests` into the indices of the leaves that cover them.
+
+    The total must be positive and no prefix sum NaN. Leaves in `rests` what is left of each within
+    its leaf, inf where it was at or past the total.
+    """
+    n = len(rests)
+    touched = np.empty(n)
+    for i in range(n):
+        indices[i] = 0
+        rests[i] = max(rests[i], 0.0)
+    for h in range(len(offsets) - 4, -1, -1):
+        base = np.uint64(offsets[h])
+        if offsets[h + 1] - offsets[h] > CACHED_ENTRIES:
+            # A short loop of loads keeps more misses in flight than the long one below.
+            for i in range(n):
+                touched[i] = nodes[base + np.uint64(LANES) * np.uint64(indices[i])]
+        lanes_seen = np.uint64(0)
+        for i in range(n):
+            entry = np.uint64(LANES) * np.uint64(indices[i])
+            lane, below = rank_in_line(nodes, base + entry, rests[i])
+            lanes_seen |= np.uint64(lane)
+            rests[i] -= below
+            indices[i] = np.int64(entry + (np.uint64(lane) & np.uint64(LANES - 1)))
+        if lanes_seen & np.uint64(LANES):
+            _end_at_last_positive(nodes, base, rests, indices)
+
+
+@kernel
+def _end_at_last_positive(
+    nodes: FloatArray, base: Position, rests: FloatArray, indices: IntArray
+) -> None:
+    """Mend the items that are at or past the sum of their line, by rounding or by request.
+
+    The walk has left them at the line's first entry. They end at the last positive one, here and,
+    with an infinite rest, in every level below.
+    """
+    for i in range(len(rests)):
+        entry = np.uint64(indices[i]) & ~np.uint64(LANES - 1)
+        if rests[i] >= line_sum(nodes, base + entry):
+            indices[i] = np.int64(entry + _last_positive(nodes, base + entry))
+            rests[i] = np.inf
+
+
+@kernel
+def sample_kernel(
+    nodes: FloatArray,
+    offsets: IntArray,
+    stratified: bool,
+    indices: IntArray,
+    probabilities: FloatArray,
+) -> None:
+    """Turn uniforms in [0, 1), given in `probabilities`, into `indices` and leaf / total."""
+    total = nodes[offsets[-3]]
+    n = len(indices)
+    stratum = total / n
+    for i in range(n):
+        uniform = probabilities[i]
+        probabilities[i] = (i + uniform) * stratum if stratified else uniform * total
+    find_kernel(nodes, offsets, probabilities, indices)
+    for i in range(n):
+        probabilities[i] = nodes[np.uint64(indices[i])] / total
+
+
+@kernel
+def sample_distinct_kernel(
+    nodes: FloatArray, offsets: IntArray, indices: IntArray, probabilities: FloatArray
+) -> int:
+    """Like `sample_kernel`, but each draw is among the leaves not yet drawn; returns how many.
+
+    A drawn leaf is negative until the end and counts as 0 in the sums above it. A process that dies
+    meanwhile loses nothing: `rebuild_kernel` takes absolute values.
+    """
+    depth = len(offsets) - 3
+    total = nodes[offsets[depth]]
+    line = np.zeros(LANES)
+    count = 0
+    while count < len(indices) and nodes[offsets[depth]] > 0.0:
+        rest = probabilities[count] * nodes[offsets[depth]]
+        index = np.uint64(0)
+        for h in range(depth - 1, 0, -1):
+            entry = np.uint64(LANES) * index
+            lane, rest = _walk_line(nodes, np.uint64(offsets[h]) + entry, rest)
+            index = entry + lane
+        first = np.int64(index) * LANES
+        for j in range(LANES):
+            line[j] = max(nodes[first + j], 0.0)
+        lane, rest = _walk_line(line, np.uint64(0), rest)
+        chosen = first + np.int64(lane)
+        indices[count] = chosen
+        probabilities[count] = nodes[chosen] / total
+        nodes[chosen] = -nodes[chosen]
+        line[np.int64(lane)] = 0.0
+        nodes[np.uint64(offsets[1]) + index] = line_sum(line, np.uint64(0))
+        _sum_paths(nodes, offsets, 1, indices[count : count + 1])
+        count += 1
+    for i in range(count):
+        nodes[indices[i]] = abs(nodes[indices[i]])
+    _sum_paths(nodes, offsets, 0, indices[:count])
+    return count
+
+
+@kernel
+def _walk_line(nodes: FloatArray, line: Position, rest: Any) -> tuple[Position, Any]:
+    """Which lane of one line covers `rest`, and what is left of it there; as in `find_kernel`."""
+    lane, below = rank_in_line(nodes, line, rest)
+    if lane < LANES:
+        return np.uint64(lane), rest - below
+    return _last_positive(nodes, line), np.inf
+
+
+@kernel
+def update_kernel(
+    nodes: FloatArray, offsets: IntArray, capacity: int, indices: IntArray, priorities: FloatArray
+) -> bool:
+    """Write leaves in order and compute their sums anew.
+
+    False, and nothing done, where an index or a priority is out of its range.
+    """
+    limit = priority_limit(capacity)
+    valid = True
+    for i in range(len(indices)):  # no way out in the middle, so that it is vectorised
+        valid &= (indices[i] >= 0) & (indices[i] < capacity)
+        valid &= (priorities[i] >= 0.0) & (priorities[i] <= limit)
+    if not valid:
+        return False
+    minima = np.uint64(offsets[-2])
+    for i in range(len(indices)):
+        index = np.uint64(indices[i])
+        block = minima + index // np.uint64(MINIMA_BLOCK)
+        old, new, smallest = nodes[index], priorities[i], nodes[block]
+        if (new > 0.0) & (new <= abs(smallest)):
+            nodes[block] = new
+        elif (old == smallest) & (old != new):
+            nodes[block] = -smallest  # others may be as small, none is smaller
+        nodes[index] = new
+    _sum_paths(nodes, offsets, 0, indices)
+    return True
+
+
+@kernel
+def _sum_paths(nodes: FloatArray, offsets: IntArray, lowest: int, indices: IntArray) -> None:
+    """Compute anew the sums above the leaves `indices`, of level `lowest` and up."""
+    n = len(indices)
+    for h in range(lowest, len(offsets) - 3):
+        base = np.uint64(offsets[h])
+        above = np.uint64(offsets[h + 1])
+        lines = (offsets[h + 1] - offsets[h]) // LANES
+        shift = np.uint64(3 * (h + 1))
+        # Where a level has no more lines than the batch has items, each is done once.
+        whole = lines <= n
+        for i in range(lines if whole else n):
+            line = np.uint64(i) if whole else np.uint64(indices[i]) >> shift
+            nodes[above + line] = line_sum(nodes, base + np.uint64(LANES) * line)
+
+
+@kernel
+def rebuild_kernel(nodes: FloatArray, offsets: IntArray, capacity: int) -> None:
+    """Compute sums and minima from the leaves alone."""
+    for i in range(capacity):
+        nodes[i] = abs(nodes[i])  # see `sample_distinct_kernel`
+    nodes[capacity : offsets[-2]] = 0.0
+    lines = capacity
+    for h in range(len(offsets) - 3):
+        lines = (lines + LANES - 1) // LANES
+        for i in range(lines):
+            nodes[offsets[h + 1] + i] = line_sum(nodes, np.uint64(offsets[h] + LANES * i))
+    for block in range(offsets[-1] - offsets[-2]):
+        nodes[offsets[-2] + block] = _block_minimum(nodes, capacity, block, 0.0)
+
+
+@kernel
+def _block_minimum(nodes: FloatArray, capacity: int, block: int, bound: float) -> float:
+    """Smallest positive leaf of a block that has none below `bound`; inf where there is none."""
+    smallest = np.inf
+    start = block * MINIMA_BLOCK
+    for i in range(start, min(start + MINIMA_BLOCK, capacity)):
+        leaf = nodes[np.uint64(i)]
+        if (leaf > 0.0) & (leaf < smallest):
+            smallest = leaf
+            if leaf == bound:
+                break
+    return smallest
+
+
+@kernel
+def min_positive_kernel(nodes: FloatArray, offsets: IntArray, capacity: int) -> float:
+    """Smallest positive leaf; scans only blocks that may hold a smaller one than is known."""
+    minima = nodes[offsets[-2] : offsets[-1]]
+    smallest = np.inf
+    for block in range(len(minima)):
+        if 0.0 < minima[block] < smallest:
+            smallest = minima[block]
+    for block in range(len(minima)):
+        bound = -minima[block]
+        if 0.0 < bound < smallest:
+            minima[block] = _block_minimum(nodes, capacity, block, bound)
+            smallest = min(smallest, minima[block])
+    return smallest
