@@ -12,10 +12,12 @@ PACKAGE = Path(__file__).parent.parent / "zapex"
 LAYERS = (
     "version errors text checked config schema atari_scores",
     "jit atomics machine shm_segment idle lives simd",
-    "shm_ring shm_mailbox sumtree_kernels sumtree_kernels sumtree_numba chunk_store nstep rate_limiter batch supervisor metrics",
+    "shm_ring shm_mailbox sumtree_kernels sumtree_numba chunk_store nstep rate_limiter batch metrics"
+    " supervisor",
     "replay snapshot transport checkpoint",
     "shm_transport intake agent environments streams",
-    "report screen terminal monitor recorders video curve summary saved_policy checkpoints presets preflight",
+    "report screen terminal monitor recorders curve summary video checkpoints saved_policy presets"
+    " preflight",
     "roles",
     "launch topology child",
     "flags cli __main__",

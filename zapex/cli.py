@@ -33,6 +33,7 @@ from zapex.flags import key_values, nearest, parse, read_settings, value_of, val
 
 if TYPE_CHECKING:
     from zapex.environments import EnvironmentSpec
+    from zapex.preflight import Finding
     from zapex.presets import Choice
 
 
@@ -187,9 +188,10 @@ def _train(args: list[str]) -> int:
     config = run.config
     if not config.run.resume:
         config = config.replace(run_dir=str(_new_run_directory(config)))
-    from zapex import launch
+    from zapex import launch, preflight
     from zapex.presets import explain
 
+    preflight.demand(_findings(run))
     print(run.spec.describe, *run.spec.notes, sep="\n")
     print(explain(run.chosen), flush=True)
     return launch.train(config, run.spec)
@@ -233,6 +235,8 @@ def _eval(args: list[str]) -> int:
         args = ["RUN", *args]
     what = "Play whole games with the network that a run has saved, and print the mean return."
     options = parse(_EvalOptions, _EvalOptions(), args[1:], "eval RUN", what)
+    if not Path(options.json).parent.is_dir():
+        raise ConfigError(f"--json {options.json} lies in a directory that does not exist")
     run_dir = _run_directory(args[0])
     config = Config().replace(**read_settings(str(run_dir / "config.toml")))
     epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
@@ -260,6 +264,27 @@ def _eval(args: list[str]) -> int:
         print(f"video {options.video}")
     print(f"mean {result.mean:g}  (std {result.std:.3g}, {len(result.returns)} episodes)")
     return 0
+
+
+def _doctor(args: list[str]) -> int:
+    run = _resolve(args, "doctor", "Say whether this machine has what `zapex train` would need.")
+    from zapex import preflight
+
+    return preflight.doctor(_findings(run))
+
+
+def _findings(run: _Resolved) -> "list[Finding]":
+    """What the machine has for this run and what it lacks."""
+    from zapex import preflight
+    from zapex.presets import replay_bytes
+
+    config = run.config
+    schema = run.spec.schema(config.replay.n_step, config.replay.gamma)
+    return preflight.check(
+        replay_bytes(schema, config),
+        processes=1 if config.run.inline else config.actor.actors + 4,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
 
 
 def _config(args: list[str]) -> int:
@@ -298,6 +323,7 @@ def _bench(args: list[str]) -> int:
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train on this host"),
     "eval": (_eval, "play with the network that a run has saved: zapex eval RUN"),
+    "doctor": (_doctor, "say whether this machine has what a run needs"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine, from the source tree"),
 }

@@ -47,9 +47,10 @@ def _workstation_learner_threads(machine: Machine) -> int:
     return 1 if machine.gpus else max(1, machine.cores - _workstation_actors(machine) - 1)
 
 
+_TINY = "tiny: it only shows that everything runs"
 _ONE_THREAD: dict[str, Rule] = {
     "env_threads": (1, "two roles on two cores: more threads would fight"),
-    "actor_threads": (1, "as above"),
+    "actor_threads": (1, "two roles on two cores: more threads would fight"),
     "learner_threads": (1, "two torch threads beside busy actors are slower than one"),
 }
 _VECTOR_LEARNING: dict[str, Rule] = {
@@ -112,25 +113,25 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "learner_threads": (1, "small networks gain nothing from more"),
     },
     ("smoke", "image"): {
-        "actors": (1, "does it run at all?"),
-        "envs_per_actor": (2, "as above"),
-        "capacity": (4_096, "as above"),
-        "learning_starts": (256, "as above"),
-        "batch_size": (16, "as above"),
-        "hidden": (32, "as above"),
-        "target_period": (20, "as above"),
+        "actors": (1, _TINY),
+        "envs_per_actor": (2, _TINY),
+        "capacity": (4_096, _TINY),
+        "learning_starts": (256, _TINY),
+        "batch_size": (16, _TINY),
+        "hidden": (32, _TINY),
+        "target_period": (20, _TINY),
         "max_frames": (8_000, "seconds, not minutes"),
-        "eval_episodes": (1, "as above"),
+        "eval_episodes": (1, _TINY),
         **_ONE_THREAD,
     },
     ("smoke", "vector"): {
-        "actors": (1, "does it run at all?"),
-        "envs_per_actor": (2, "as above"),
-        "capacity": (4_096, "as above"),
-        "learning_starts": (256, "as above"),
-        "batch_size": (32, "as above"),
+        "actors": (1, _TINY),
+        "envs_per_actor": (2, _TINY),
+        "capacity": (4_096, _TINY),
+        "learning_starts": (256, _TINY),
+        "batch_size": (32, _TINY),
         "max_frames": (4_000, "seconds, not minutes"),
-        "eval_episodes": (1, "as above"),
+        "eval_episodes": (1, _TINY),
         **_VECTOR_LEARNING,
         **_ONE_THREAD,
     },

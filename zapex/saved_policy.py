@@ -19,17 +19,14 @@ def find(run_dir: Path, name: str) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if name == checkpoint.BEST:
-        return checkpoint.best(run_dir) or checkpoint.latest(run_dir)
-    if name == "latest":
-        return checkpoint.latest(run_dir)
     steps = {path.stem: path for path in checkpoint.listing(run_dir)}
-    if name in steps:
-        return steps[name]
-    if Path(name).is_file():
-        return Path(name)
-    known = ", ".join([checkpoint.BEST, "latest", *steps])
-    raise CheckpointError(f"{run_dir} has no checkpoint {name!r}; there are {known}")
+    newest, best = checkpoint.latest(run_dir), checkpoint.best(run_dir)
+    named = {checkpoint.BEST: best or newest, "latest": newest, **steps}
+    path = named.get(name) or Path(name)
+    if not path.is_file():
+        known = ", ".join(name for name, path in named.items() if path) or "none at all"
+        raise CheckpointError(f"{run_dir} has no checkpoint {name!r}; there is {known}")
+    return path
 
 
 def load(path: Path, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
