@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "zapex"
 LAYERS = (
     "version errors text checked config schema atari_scores",
     "jit atomics machine shm_segment idle lives simd",
-    "shm_ring shm_mailbox sumtree_kernels sumtree_numba chunk_store nstep rate_limiter batch metrics"
-    " supervisor",
+    "shm_ring shm_mailbox sumtree_kernels sumtree_numba chunk_store nstep rate_limiter batch"
+    " metrics supervisor",
     "replay snapshot transport checkpoint",
     "shm_transport intake agent environments streams",
     "report screen terminal monitor recorders curve summary video checkpoints saved_policy presets"
