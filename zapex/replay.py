@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from zapex.schema import (
     align,
 )
 from zapex.sumtree_numba import SumTree
+
+
+Method = Literal["stratified", "independent", "without_replacement"]
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class PrioritizedReplay:
         memory = aligned_zeros(self.layout.nbytes) if buffer is None else buffer
         self.store = ChunkStore(memory, self.layout.chunk_layout, self.layout.slots)
         tree_buffer = memory[self.layout.tree_offset : self.layout.nbytes]
-        self.tree = SumTree.attach(self.store.num_indices, tree_buffer)
+        self.tree = SumTree.attach(self.store.num_indices, tree_buffer.data)
         self.ledger = SlotLedger(self.store)
         self.alpha, self.eps, self.shard = alpha, eps, shard
         self.min_size_to_sample = min_size_to_sample
@@ -193,7 +196,7 @@ class PrioritizedReplay:
                 evicted += count
         return evicted
 
-    def draw(self, batch_size: int, method: str = "stratified") -> Draw:
+    def draw(self, batch_size: int, method: Method = "stratified") -> Draw:
         """Sample keys by priority. Raises NotEnoughData before `min_size_to_sample`."""
         with self._lock:
             if len(self) < max(1, self.min_size_to_sample):
@@ -252,7 +255,7 @@ class PrioritizedReplay:
         beta: float = 0.4,
         out: Batch | None = None,
         *,
-        method: str = "stratified",
+        method: Method = "stratified",
         normalise: str = "batch",
     ) -> Batch:
         """`batch_size` transitions by priority, with importance weights, in `out` if given."""

@@ -1,0 +1,117 @@
+"""Experience from any source into a replay: credit, limiter, eviction, what the dead left."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.rate_limiter import RateLimiter
+from zapex.replay import PrioritizedReplay
+from zapex.schema import ACTOR, COMMITTED, COUNT, GRANTED, INCARNATION, SEQUENCE, STATE
+from zapex.transport import ExperienceSource
+
+
+class Intake:
+    """Takes over committed chunks and grants free slots; `do_work()` is one look at everything.
+
+    An actor of S streams gets S slots whenever it holds fewer than that, so at most 2 S are out with
+    it. The limiter is charged when slots are granted and refunded when a chunk comes back short.
+    """
+
+    def __init__(
+        self,
+        source: ExperienceSource,
+        replay: PrioritizedReplay,
+        limiter: RateLimiter,
+        *,
+        actors: int,
+        streams_per_actor: int,
+    ) -> None:
+        self._source, self._replay, self._limiter = source, replay, limiter
+        self._streams = streams_per_actor
+        self._chunk = replay.layout.chunk
+        self.charge = self._streams * self._chunk  # transitions that one grant may bring
+        self._incarnations = [0] * actors
+        self._granted: list[set[int]] = [set() for _ in range(actors)]
+        self.inserted = self.evicted = self.refused = 0
+        # Attached to memory that was in use: whole chunks that nobody took over are taken now,
+        # and what is granted stays so until its actor's life is known.
+        rows = replay.store.header_rows
+        committed = np.flatnonzero(rows[:, STATE] == COMMITTED)
+        for slot in committed[np.argsort(rows[committed, SEQUENCE])].tolist():
+            self.inserted += replay.accept(slot)
+        for slot in np.flatnonzero(rows[:, STATE] == GRANTED).tolist():
+            self._granted[int(rows[slot, ACTOR])].add(slot)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Actors that have less than a full credit."""
+        return [
+            actor
+            for actor, incarnation in enumerate(self._incarnations)
+            if incarnation and len(self._granted[actor]) < self._streams
+        ]
+
+    def do_work(self, issued: int, released: int) -> int:
+        """Take over, evict, grant. `issued`, `released`: answers given to the learner and done."""
+        work = 0
+        changed = self._source.lives()
+        for actor in range(len(self._incarnations)):
+            for slot in self._source.committed(actor).tolist():
+                self._accept(actor, slot)
+                work += 1
+        for life in changed:
+            self._incarnations[life.actor] = life.incarnation
+            self._take_back(life.actor, life.incarnation)
+            work += 1
+        if work:
+            self.evicted += self._replay.evict_excess(issued)
+        self._replay.ledger.release(released)
+        for actor in self.waiting:
+            work += self._grant(actor)
+        return work
+
+    def _accept(self, actor: int, slot: int) -> None:
+        # A slot number came from another process: it is checked before anything follows it.
+        if slot not in self._granted[actor] or self._replay.store.state(slot) != COMMITTED:
+            self.refused += 1
+            return
+        count = int(self._replay.store.header_rows[slot, COUNT])
+        self._granted[actor].discard(slot)
+        if not 1 <= count <= self._chunk:
+            self.refused += 1
+            self._reclaim([slot])
+            return
+        self.inserted += self._replay.accept(slot)
+        self._limiter.commit(count)
+        self._limiter.refund(self._chunk - count)
+
+    def _take_back(self, actor: int, incarnation: int) -> None:
+        """What former lives of an actor held: whole chunks are taken over, the rest is free again.
+
+        Whoever reports lives does so only when the former one is dead for sure.
+        """
+        rows = self._replay.store.header_rows
+        left = [s for s in self._granted[actor] if rows[s, INCARNATION] != incarnation]
+        whole = [s for s in left if self._replay.store.state(s) == COMMITTED]
+        for slot in sorted(whole, key=lambda s: int(rows[s, SEQUENCE])):
+            self._accept(actor, slot)
+        unpublished = self._granted[actor].intersection(left)
+        self._granted[actor] -= unpublished
+        self._reclaim(sorted(unpublished))
+
+    def _reclaim(self, slots: list[int]) -> None:
+        self._replay.ledger.reclaim(slots)
+        for _ in slots:
+            self._limiter.refund(self._chunk)
+
+    def _grant(self, actor: int) -> int:
+        """A full credit for an actor, or nothing."""
+        ledger, incarnation = self._replay.ledger, self._incarnations[actor]
+        if ledger.free < self._streams or not self._limiter.can_insert(self.charge):
+            return 0
+        if not self._source.has_room(actor, self._streams):
+            return 0
+        slots: NDArray[np.int64] = ledger.grant(self._streams, actor, incarnation)
+        self._granted[actor].update(slots.tolist())
+        self._limiter.insert(self.charge)
+        self._source.grant(actor, incarnation, slots)
+        return 1

@@ -1,0 +1,263 @@
+"""`zapex train`: the parent that owns the memory, starts the roles, watches them and ends them."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zapex import checkpoint, recorders
+from zapex.child import Order
+from zapex.config import Config
+from zapex.curve import draw
+from zapex.environments import EnvironmentSpec
+from zapex.errors import CheckpointError, ConfigError
+from zapex.monitor import Monitor
+from zapex.report import Evaluation, RunFacts, Snapshot
+from zapex.shm_segment import Populator, Segment
+from zapex.shm_transport import EVALUATION_FIELDS, Host
+from zapex.summary import summary
+from zapex.supervisor import (
+    Exited,
+    GaveUp,
+    ProcessSpec,
+    Started,
+    Supervisor,
+)
+from zapex.terminal import open_view, print_lines
+from zapex.topology import Clock, Run, make_role, thread_environment, totals_of
+
+_TICK_S = 0.1
+_GRACE_S = 4.0  # of the five seconds within which everything is over
+
+
+def train(config: Config, spec: EnvironmentSpec) -> int:
+    """Run until a limit, a signal or a role that cannot stay up. Returns the exit code."""
+    run = Run(config, spec, Path(config.run.resume or config.run.run_dir))
+    if not config.run.resume:
+        run.run_dir.mkdir(parents=True)
+    elif checkpoint.latest(run.run_dir) is None:
+        raise CheckpointError(f"{run.run_dir} has no checkpoint to go on from: start a new run")
+    (run.run_dir / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    base = recorders.read_base(run.run_dir) if config.run.resume else {}
+    if base:
+        print(
+            f"going on at {base['frames']:,.0f} frames; the replay is refilled first: learning "
+            f"starts after {config.replay.learning_starts:,} transitions"
+        )
+    session = _Session(run, base)
+    return session.run_inline() if config.run.inline else session.run_processes()
+
+
+def _command_started_ns() -> int:
+    """When this process was started, on the clock of `time.perf_counter_ns`."""
+    age_s = time.time() - psutil.Process().create_time()
+    return time.perf_counter_ns() - int(age_s * 1e9)
+
+
+@dataclass
+class _Session:
+    """One life of a run."""
+
+    run: Run
+    base: dict[str, float]
+
+    def __post_init__(self) -> None:
+        self.plan = self.run.plan
+        self.started_ns = _command_started_ns()
+        self.reason = ""
+        self.failed = False
+
+    # What both ways to run have in common.
+
+    def _monitor(self, host: Host, clock: Clock | None = None) -> Monitor:
+        config, spec, plan = self.run.config, self.run.spec, self.plan
+        column = plan.replay.schema.columns["obs"]
+        facts = RunFacts(
+            environment=spec.env_id,
+            preset=config.run.preset,
+            run_dir=self.run.run_dir,
+            streams=config.streams,
+            greedy_stream=config.streams - 1,
+            plain_transition_bytes=2 * column.stack * column.item_bytes + 21,
+            shared_bytes=plan.nbytes + plan.replay.nbytes,
+            started_ns=self.started_ns,
+            max_wall_s=60 * config.run.max_minutes,
+            max_frames=config.run.max_frames,
+            base=self.base,
+            references=spec.references,
+        )
+        return Monitor(
+            facts,
+            [(name, host.metrics(name)) for name, _ in plan.roles],
+            open_view(config.run.plain),
+            [recorders.JsonLines(self.run.run_dir), recorders.TensorBoard(self.run.run_dir)],
+            evaluations=recorders.read_evaluations(self.run.run_dir) if self.base else (),
+        )
+
+    def _collect(self, host: Host, monitor: Monitor) -> None:
+        """Episodes and evaluations that came in."""
+        for i in range(self.plan.actors):
+            consumer = host.ring(f"episodes {i}").consumer()
+            monitor.add_episodes(consumer.take(consumer.ring.capacity))
+        evaluations = host.ring("evaluations").consumer()
+        for record in evaluations.take(evaluations.ring.capacity):
+            facts = {name: float(record[name]) for name in EVALUATION_FIELDS}
+            evaluation = Evaluation(
+                tuple(record["returns"].tolist()),
+                int(record["params_version"]),
+                int(facts["steps"]),
+                int(facts["frames"]),
+                facts["wall_s"],
+            )
+            monitor.add_evaluation(evaluation)
+            monitor.message(
+                f"evaluation: mean return {evaluation.mean:g} over {len(evaluation.returns)} games"
+            )
+            target = self.run.config.run.stop_at_return
+            if target is not None and evaluation.mean >= target:
+                self.reason = f"the mean return of an evaluation reached {target:g}"
+
+    def _check_limits(self, snapshot: Snapshot | None) -> None:
+        limits = self.run.config.run
+        if snapshot is None or self.reason:
+            return
+        if limits.max_frames and snapshot.totals["frames"] >= limits.max_frames:
+            self.reason = f"{limits.max_frames:,} frames are played"
+        elif limits.max_minutes and snapshot.wall_s >= 60 * limits.max_minutes:
+            self.reason = f"{limits.max_minutes:g} minutes are over"
+
+    def _finish(self, monitor: Monitor) -> int:
+        snapshot = monitor.close()
+        recorders.write_result(
+            self.run.run_dir, snapshot, self.reason, seed=self.run.config.run.seed
+        )
+        picture = None
+        with contextlib.suppress(ConfigError):  # no matplotlib, or no game ended yet
+            picture = draw(self.run.run_dir, references=self.run.spec.references)
+        print_lines(summary(snapshot, self.reason, picture), self.run.config.run.plain)
+        return int(self.failed)
+
+    # Everything in one process and one thread.
+
+    def run_inline(self) -> int:
+        """All duty cycles in turn; time is counted in rounds, so that a run repeats bit for bit."""
+        rounds = 0
+        clock = Clock(lambda: rounds * 10_000_000)
+        eventfds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in self.plan.roles]
+        control, experience = _zeros(self.plan.nbytes), _zeros(self.plan.replay.nbytes)
+        host = Host(self.plan, control, experience, eventfds, create=True)
+        totals = totals_of(host, self.base, self.started_ns)
+        names = [name for name, _ in self._wanted_roles()]
+        for name in names:
+            host.set_life(name, 1)
+        with Supervisor() as supervisor:
+            supervisor.install_signal_handlers()
+            # The learner first: actors wait for its parameters.
+            names.sort(key=lambda name: name != "learner")
+            roles = [make_role(name, self.run, host, 1, clock, totals) for name in names]
+            monitor = self._monitor(host)
+            while not self.reason:
+                for role in roles:
+                    role.do_work()
+                rounds += 1
+                self._collect(host, monitor)
+                self._check_limits(monitor.tick())
+                limit = self.run.config.run.max_frames
+                if limit and rounds % 16 == 0 and totals()["frames"] >= limit:
+                    self.reason = f"{limit:,} frames are played"
+                if supervisor.stop_signal is not None:
+                    self.reason = f"stopped by {supervisor.stop_signal.name}"
+            for role in roles:
+                role.close()
+        for fd in eventfds:
+            os.close(fd)
+        return self._finish(monitor)
+
+    def _wanted_roles(self) -> list[tuple[str, str]]:
+        return [
+            (name, role)
+            for name, role in self.plan.roles
+            if role != "evaluator" or self.run.config.evaluator.eval_period_s > 0
+        ]
+
+    # A process for each role.
+
+    def run_processes(self) -> int:
+        """Start the roles, watch them, and end them within five seconds of being asked to."""
+        control = Segment.create("zapex-control", self.plan.nbytes)
+        experience = Segment.create("zapex-experience", self.plan.replay.nbytes)
+        eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in self.plan.roles]
+        host = Host(self.plan, control.buffer, experience.buffer, eventfds, create=True)
+        control.populate()
+        populator = Populator(experience)
+        monitor = self._monitor(host)
+        with Supervisor(on_death=lambda event: host.set_life(event.name, 0)) as supervisor:
+            supervisor.install_signal_handlers()
+            for spec in self._process_specs(control.fd, experience.fd, eventfds):
+                self._tell(monitor, host, supervisor.start(spec))
+            populator.start()
+            try:
+                while not self.reason:
+                    for event in supervisor.poll(_TICK_S):
+                        self._tell(monitor, host, event)
+                    self._collect(host, monitor)
+                    self._check_limits(monitor.tick())
+                    if supervisor.stop_signal is not None:
+                        self.reason = f"stopped by {supervisor.stop_signal.name}"
+            finally:
+                for event in supervisor.shutdown(_GRACE_S):
+                    self._tell(monitor, host, event)
+                populator.stop()
+        self._collect(host, monitor)
+        return self._finish(monitor)
+
+    def _process_specs(
+        self, control_fd: int, experience_fd: int, eventfds: list[int]
+    ) -> Iterator[ProcessSpec]:
+        config = self.run.config
+        logs = self.run.run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        threads = {"actor": config.actor.actor_threads, "learner": config.learner.learner_threads}
+        for name, role in self._wanted_roles():
+            order = Order(
+                name=name,
+                config=config.to_dict(),
+                spec=asdict(self.run.spec),
+                run_dir=str(self.run.run_dir),
+                control_fd=control_fd,
+                experience_fd=experience_fd,
+                eventfds=eventfds,
+                base=self.base,
+                started_ns=self.started_ns,
+            )
+            yield ProcessSpec(
+                name=name,
+                argv=[sys.executable, "-m", "zapex.child", order.to_json()],
+                pass_fds=[control_fd, experience_fd, *eventfds],
+                env=thread_environment(threads.get(role, 1)),
+                restart=True,
+                log_path=logs / f"{name.replace(' ', '-')}.log",
+            )
+
+    def _tell(self, monitor: Monitor, host: Host, event: Any) -> None:
+        if isinstance(event, Started):
+            host.set_life(event.name, event.incarnation)
+            return
+        if isinstance(event, Exited) and self.reason:
+            return
+        monitor.message(str(event))
+        if isinstance(event, GaveUp):
+            self.failed = True
+            self.reason = str(event)
+
+
+def _zeros(nbytes: int) -> Any:
+    from zapex.batch import aligned_zeros
+
+    return aligned_zeros(nbytes)

@@ -1,0 +1,189 @@
+"""The actor: plays all its streams in lockstep and hands their experience over in chunks."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.agent.exploration import epsilon_greedy
+from zapex.agent.policy import Policy
+from zapex.metrics import EPISODE, RoleMetrics
+from zapex.nstep import CUT, END, ChunkBuilder
+from zapex.streams import Step, Streams
+from zapex.transport import ExperienceSink, ParameterSource
+
+
+class Actor:
+    """One step of every stream is one duty cycle.
+
+    The forward pass that chooses the next actions also gives max Q(s'), which completes the initial
+    priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end there: no second one
+    is needed (Horgan et al. 2018, appendix).
+
+    epsilons: float64 (S,). param_steps: steps between two pulls of parameters. report: takes
+    finished episodes (dtype EPISODE).
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        policy: Policy,
+        sink: ExperienceSink,
+        parameters: ParameterSource,
+        builder: ChunkBuilder,
+        metrics: RoleMetrics,
+        report: Callable[[NDArray[np.void]], object],
+        *,
+        epsilons: NDArray[np.float64],
+        first_stream: int,
+        param_steps: int,
+        parameter_bytes: int,
+        reward_clip: bool,
+        rng: np.random.Generator,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._streams, self._policy, self._sink = streams, policy, sink
+        self._parameters, self._builder, self._metrics = parameters, builder, metrics
+        self._report, self._epsilons, self._first_stream = report, epsilons, first_stream
+        self._param_steps, self._reward_clip = param_steps, reward_clip
+        self._rng, self._clock_ns = rng, clock_ns
+        self._received = np.empty(parameter_bytes, np.uint8)
+        self._version = 0
+        self._steps_to_pull = 0
+        self._q: NDArray[np.float32] | None = None  # of the streams' newest observations
+        self._unfinished: Callable[[], int] | None = None  # a step that ran out of slots
+        shape = streams.num_streams
+        self._everyone = np.ones(shape, np.bool_)
+        self._flags = np.zeros(shape, np.int64)
+        metrics.enter("other")
+
+    def do_work(self) -> int:
+        """One step, or what is missing of one; 0 while there are no parameters or no credit."""
+        self._pull()
+        if not self._version:
+            self._metrics.enter("wait")
+            return 0
+        if self._unfinished is not None and not self._finish(self._unfinished):
+            return 0
+        if self._q is None:
+            obs = self._streams.reset()
+            self._q = self._look(obs)
+            return int(self._finish(lambda: self._builder.begin(self._everyone, {"obs": obs})))
+        self._act(self._q)
+        return self._streams.num_streams
+
+    def ready(self) -> bool:
+        """Slots or first parameters may have come: for `wait(ready, timeout_s)`."""
+        return self._sink.ready() if self._version else self._parameters.version > 0
+
+    def close(self) -> None:
+        """Hand over what is half a chunk, and stop."""
+        if self._unfinished is None:
+            self._builder.flush()
+            self._sink.commit(self._builder.take_closed())
+        self._metrics.leave()
+
+    def _pull(self) -> None:
+        self._steps_to_pull -= 1
+        if self._steps_to_pull > 0:
+            return
+        self._metrics.enter("pull")
+        version = self._parameters.newer_than(self._version, self._received)
+        if version:
+            self._policy.load_flat(self._received)
+            self._version = version
+            self._metrics.set("params_version", version)
+        self._steps_to_pull = self._param_steps if self._version else 0
+
+    def _look(self, obs: NDArray[np.generic]) -> NDArray[np.float32]:
+        self._metrics.enter("forward")
+        return self._policy.q_values(obs)
+
+    def _act(self, q: NDArray[np.float32]) -> None:
+        metrics = self._metrics
+        actions = epsilon_greedy(q, self._epsilons, self._rng)
+        metrics.enter("environment")
+        step = self._streams.step(actions)
+        self._q = self._look(step.obs)
+        metrics.enter("push")
+        taken = q[np.arange(len(actions)), actions].astype(np.float64)
+        best = self._q.max(axis=1).astype(np.float64)
+        self._count(step)
+        self._builder.staged["action"] = actions
+        begun = bool(step.started.any())
+        playing = ~step.started if begun else self._everyone
+        reward = step.reward.astype(np.float64)
+        if self._reward_clip:
+            np.clip(reward, -1.0, 1.0, out=reward)
+        flags = self._flags
+        flags[:] = CUT * (step.terminated | step.life_lost)
+        flags[step.terminated | step.truncated] |= END
+
+        def add() -> int:
+            return self._builder.add(
+                playing, flags, {"obs": step.obs}, reward, value=taken, next_value=best
+            )
+
+        def begin() -> int:
+            return self._builder.begin(step.started, {"obs": step.obs})
+
+        if not begun:
+            self._finish(add)
+        elif self._finish(add):
+            self._finish(begin)
+        else:
+            # Out of slots in the middle of a step that also begins episodes: both stay to be done.
+            self._unfinished = self._chain(add, begin)
+
+    def _chain(self, add: Callable[[], int], begin: Callable[[], int]) -> Callable[[], int]:
+        added = False
+
+        def both() -> int:
+            nonlocal added
+            if not added:
+                done = add()
+                if done < self._streams.num_streams:
+                    return done
+                added = True
+            return begin()
+
+        return both
+
+    def _finish(self, call: Callable[[], int]) -> bool:
+        """Let the builder do `call` as far as the slots go; True when all of it is done."""
+        builder, sink = self._builder, self._sink
+        while True:
+            done = call() == self._streams.num_streams
+            closed = builder.take_closed()
+            if len(closed):
+                sink.commit(closed)
+                self._metrics.add("chunks", len(closed))
+            if done:
+                self._unfinished = None
+                return True
+            slots = sink.try_claim()
+            if slots is None:
+                if self._unfinished is None:
+                    self._metrics.add("credit_waits")
+                self._unfinished = call
+                self._metrics.enter("wait")
+                return False
+            builder.provide(slots)
+
+    def _count(self, step: Step) -> None:
+        metrics, streams = self._metrics, self._streams
+        steps = streams.num_streams - int(step.started.sum())
+        metrics.add("steps", steps)
+        metrics.add("transitions", steps)
+        metrics.add("frames", steps * streams.spec.frames_per_step)
+        if not streams.finished:
+            return
+        records = np.zeros(len(streams.finished), EPISODE)
+        for record, episode in zip(records, streams.finished, strict=True):
+            record["stream"] = self._first_stream + episode.stream
+            record["epsilon"] = self._epsilons[episode.stream]
+            record["game_return"] = episode.game_return
+            record["steps"], record["frames"] = episode.steps, episode.frames
+            record["time_ns"], record["params_version"] = self._clock_ns(), self._version
+        metrics.add("episodes", len(records))
+        self._report(records)

@@ -1,0 +1,95 @@
+"""The replay server: takes chunks in, answers sample requests by priority, applies priorities."""
+
+from zapex.intake import Intake
+from zapex.metrics import LIMITER_STATES, RoleMetrics
+from zapex.rate_limiter import RateLimiter
+from zapex.replay import Method, PrioritizedReplay
+from zapex.transport import ExperienceSource, SampleSink
+
+
+class ReplayServer:
+    """One duty cycle over a source of experience and the learner's requests.
+
+    Chunks first, then priorities, then samples: a request is answered from the newest state.
+    """
+
+    def __init__(
+        self,
+        replay: PrioritizedReplay,
+        limiter: RateLimiter,
+        intake: Intake,
+        source: ExperienceSource,
+        sink: SampleSink,
+        metrics: RoleMetrics,
+        *,
+        batch_size: int,
+        method: Method,
+    ) -> None:
+        self._replay, self._limiter, self._intake = replay, limiter, intake
+        self._source, self._sink, self._metrics = source, sink, metrics
+        self._batch_size, self._method = batch_size, method
+        self._sampled = 0
+        metrics.enter("other")
+        metrics.set("capacity", replay.layout.capacity)
+
+    def do_work(self) -> int:
+        """Everything that there is to do now; how much it was."""
+        metrics = self._metrics
+        metrics.enter("insert")
+        work = self._intake.do_work(self._sink.issued, self._sink.released)
+        metrics.enter("update")
+        for keys, priorities in self._sink.updates():
+            self._replay.update_priorities(keys, priorities)
+            work += 1
+        metrics.enter("sample")
+        for _ in range(self._sink.requests()):
+            if not self._limiter.can_sample(self._batch_size):
+                break
+            self._limiter.sample(self._batch_size)
+            self._sink.answer(self._replay.draw(self._batch_size, self._method))
+            metrics.add("batches")
+            metrics.add("sampled", self._batch_size)
+            work += 1
+        metrics.enter("idle")
+        if work:
+            self._publish_counts()
+        return work
+
+    def ready(self) -> bool:
+        """There is something to do: for `wait(ready, timeout_s)`."""
+        return (
+            self._source.ready()
+            or self._sink.ready()
+            or (self._sink.requests() > 0 and self._limiter.can_sample(self._batch_size))
+        )
+
+    def close(self) -> None:
+        """Stop; the memory stays as it is."""
+        self._publish_counts()
+        self._metrics.leave()
+
+    def _publish_counts(self) -> None:
+        metrics, replay = self._metrics, self._replay
+        for name, value in {
+            "inserted": self._intake.inserted,
+            "evicted": self._intake.evicted,
+            "updates_applied": replay.updates_applied,
+            "updates_stale": replay.updates_stale,
+            "live": len(replay),
+            "bytes_used": replay.ledger.counts["live"] * replay.store.layout.body_bytes,
+            **{f"slots_{state}": count for state, count in replay.ledger.counts.items()},
+        }.items():
+            metrics.set(name, value)
+        metrics.set("limiter", self._limiter_state())
+
+    def _limiter_state(self) -> int:
+        """Who waits now, as LIMITER_STATES names it."""
+        charge = self._intake.charge
+        filling, nobody = LIMITER_STATES.index("filling"), LIMITER_STATES.index("nobody waits")
+        if not self._limiter.open:
+            return filling
+        if self._intake.waiting and not self._limiter.can_insert(charge):
+            return LIMITER_STATES.index("actors wait")
+        if self._sink.requests() and not self._limiter.can_sample(self._batch_size):
+            return LIMITER_STATES.index("learner waits")
+        return nobody

@@ -1,0 +1,371 @@
+"""A run's topology as data, and its roles made from it: who gets which end of which link."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from zapex.agent.architecture import parameter_count
+from zapex.config import Config
+from zapex.environments import EnvironmentSpec
+from zapex.rate_limiter import LimiterConfig, RateLimiter
+from zapex.replay import PrioritizedReplay, ReplayLayout
+from zapex.schema import GRANTED, STATE, BatchLayout
+from zapex.shm_transport import EVALUATION_FIELDS, Host, HostPlan
+
+if TYPE_CHECKING:
+    from zapex.agent.learning import DQN
+    from zapex.agent.networks import DuelingNetwork
+
+_WARM_UP_STREAM = 1 << 32  # random streams of the roles that are not actors start here
+
+
+class DutyCycle(Protocol):
+    """What every role is."""
+
+    def do_work(self) -> int:
+        """Do what there is to do without waiting; how much it was."""
+
+    def ready(self) -> bool:
+        """Something to do may have come."""
+
+    def close(self) -> None:
+        """Asked to end: save what there is to save."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on one host: what each process is told."""
+
+    config: Config
+    spec: EnvironmentSpec
+    run_dir: Path
+
+    @property
+    def plan(self) -> HostPlan:
+        """The layout of the shared memory."""
+        config, spec = self.config, self.spec
+        layout = ReplayLayout(
+            spec.schema(config.replay.n_step, config.replay.gamma),
+            config.replay.capacity,
+            config.streams,
+            config.chunk_transitions,
+        )
+        parameters = parameter_count(
+            spec.observation_shape,
+            np.dtype(spec.observation_dtype),
+            spec.num_actions,
+            config.learner.hidden,
+        )
+        return HostPlan(
+            replay=layout,
+            actors=config.actor.actors,
+            envs_per_actor=config.actor.envs_per_actor,
+            batch_size=config.learner.batch_size,
+            prefetch=config.replay.prefetch,
+            parameter_bytes=4 * parameters,
+            beta=config.replay.beta,
+            eval_episodes=config.evaluator.eval_episodes,
+        )
+
+    @property
+    def limiter(self) -> LimiterConfig:
+        """The samples-per-insert limiter's settings."""
+        config = self.config
+        return LimiterConfig(
+            samples_per_insert=config.replay.samples_per_insert,
+            tolerance=config.limiter_tolerance,
+            min_size=config.replay.learning_starts,
+            capacity=config.replay.capacity,
+            grant=config.actor.envs_per_actor * config.chunk_transitions,
+            batch=config.learner.batch_size,
+        )
+
+    def network(self, device: str = "cpu") -> "DuelingNetwork":
+        """A network with the run's seed."""
+        from zapex.agent import networks
+
+        spec, learner = self.spec, self.config.learner
+        return networks.build(
+            spec.observation_shape,
+            np.dtype(spec.observation_dtype),
+            spec.num_actions,
+            learner.hidden,
+            precision=learner.precision,
+            device=device,
+            seed=self.config.run.seed,
+        )
+
+    def dqn(self) -> "DQN":
+        """The learner's networks and optimiser, fresh."""
+        from zapex.agent.learning import DQN
+
+        learner = self.config.learner
+        return DQN(
+            self.network(learner.device),
+            lr=learner.lr,
+            optimiser=learner.optimiser,
+            rmsprop_decay=learner.rmsprop_decay,
+            optimiser_eps=learner.optimiser_eps,
+            loss=learner.loss,
+            max_grad_norm=learner.max_grad_norm,
+            target_period=learner.target_period,
+        )
+
+    def seed(self, stream: int) -> np.random.SeedSequence:
+        """Independent randomness for each part of the run."""
+        return np.random.SeedSequence([self.config.run.seed, stream])
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What time it is: real, or counted in duty cycles where a run must repeat bit for bit."""
+
+    now_ns: Callable[[], int] = time.perf_counter_ns
+
+    def now_s(self) -> float:
+        """Seconds, of an origin of its own."""
+        return self.now_ns() / 1e9
+
+
+def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock) -> DutyCycle:
+    """The actor's role."""
+    import torch
+
+    from zapex import streams
+    from zapex.agent.exploration import epsilon_ladder
+    from zapex.agent.policy import Policy
+    from zapex.nstep import ChunkBuilder
+    from zapex.roles.actor import Actor
+
+    config, spec = run.config, run.spec
+    torch.set_num_threads(config.actor.actor_threads)
+    size = config.actor.envs_per_actor
+    first = actor * size
+    ladder = epsilon_ladder(config.streams, config.actor.eps_base, config.actor.eps_alpha)
+    # A restarted actor must not play its former life's games again.
+    life = incarnation if actor_restarted(host, actor) else 0
+    seeds = run.seed(first).spawn(2)[0].generate_state(1)[0] + life
+    sink = host.experience_sink(actor, incarnation)
+    builder = ChunkBuilder(
+        sink.store,
+        size,
+        actor=actor,
+        incarnation=incarnation,
+        first_stream=first,
+        max_chunk_age_steps=config.actor.max_chunk_age_steps,
+    )
+    episodes = host.ring(f"episodes {actor}").producer()
+    return Actor(
+        streams.make(
+            spec,
+            size,
+            seed=int(seeds % (1 << 31)),
+            num_threads=config.actor.env_threads,
+            max_episode_frames=config.env.max_episode_frames,
+        ),
+        Policy(run.network()),
+        sink,
+        host.parameter_source(),
+        builder,
+        host.metrics(f"actor {actor}"),
+        episodes.try_offer,
+        epsilons=ladder[first : first + size],
+        first_stream=first,
+        param_steps=max(1, config.actor.param_period // spec.frames_per_step),
+        parameter_bytes=host.plan.parameter_bytes,
+        reward_clip=config.env.reward_clip,
+        rng=np.random.default_rng(run.seed(first).spawn(2)[1]),
+        clock_ns=clock.now_ns,
+    )
+
+
+def make_role(
+    name: str,
+    run: Run,
+    host: Host,
+    incarnation: int,
+    clock: Clock,
+    totals: Callable[[], dict[str, float]],
+) -> DutyCycle:
+    """The role of the process `name`."""
+    kind = dict(host.plan.roles)[name]
+    if kind == "actor":
+        return make_actor(run, host, int(name.split()[1]), incarnation, clock)
+    if kind == "replay":
+        return make_replay(run, host)
+    if kind == "learner":
+        return make_learner(run, host, clock, totals)
+    return make_evaluator(run, host, clock, totals)
+
+
+def actor_restarted(host: Host, actor: int) -> bool:
+    """An actor of this number has played in this run before."""
+    return host.metrics(f"actor {actor}").snapshot(alive=False)["steps"] > 0
+
+
+def make_replay(run: Run, host: Host) -> DutyCycle:
+    """The replay server's role; it goes on with whatever the memory holds."""
+    from zapex.intake import Intake
+    from zapex.roles.replay_server import ReplayServer
+
+    config = run.config.replay
+    layout = host.plan.replay
+    replay = PrioritizedReplay(
+        layout.capacity,
+        layout.schema,
+        config.alpha,
+        config.priority_eps,
+        seed=int(run.seed(_WARM_UP_STREAM).generate_state(1)[0]),
+        streams=layout.streams,
+        chunk=layout.chunk,
+        buffer=host.experience,
+    )
+    granted = int((replay.store.header_rows[:, STATE] == GRANTED).sum())
+    limiter = RateLimiter(run.limiter, committed=len(replay), granted=granted * layout.chunk)
+    source, sink = host.experience_source(), host.sample_sink()
+    intake = Intake(
+        source,
+        replay,
+        limiter,
+        actors=host.plan.actors,
+        streams_per_actor=host.plan.envs_per_actor,
+    )
+    return ReplayServer(
+        replay,
+        limiter,
+        intake,
+        source,
+        sink,
+        host.metrics("replay"),
+        batch_size=host.plan.batch_size,
+        method=config.sampling,
+    )
+
+
+def make_learner(
+    run: Run, host: Host, clock: Clock, totals: "Callable[[], dict[str, float]]"
+) -> Any:
+    """The learner's role, from the newest checkpoint of the run where there is one."""
+    import torch
+
+    from zapex.batch import Batch
+    from zapex.checkpoints import RunCheckpoints
+    from zapex.roles.learner import Learner
+
+    config = run.config
+    torch.set_num_threads(config.learner.learner_threads)
+    torch.manual_seed(config.run.seed)
+    dqn = run.dqn()
+    checkpoints = RunCheckpoints(
+        run.run_dir, run.spec, clock.now_s, 60 * config.run.checkpoint_minutes, totals
+    )
+    checkpoints.restore(dqn)
+    cuda = dqn.online.device.type == "cuda"
+    layout = BatchLayout(host.plan.replay.schema, host.plan.batch_size, channels_last=not cuda)
+    return Learner(
+        dqn,
+        host.sample_source(),
+        host.parameter_sink(),
+        Batch.empty(layout, pin_memory=cuda),
+        host.metrics("learner"),
+        checkpoints,
+        prefetch=host.plan.prefetch,
+        publish_period_s=config.learner.publish_period_s,
+        clock_s=clock.now_s,
+        first_version=checkpoints.version,
+    )
+
+
+def make_evaluator(
+    run: Run, host: Host, clock: Clock, totals: Callable[[], dict[str, float]]
+) -> Any:
+    """The evaluator's role."""
+    import torch
+
+    from zapex import streams
+    from zapex.agent.policy import Policy
+    from zapex.checkpoints import BestNetwork
+    from zapex.roles.evaluator import MAX_STREAMS, Evaluator
+
+    config, spec = run.config, run.spec
+    torch.set_num_threads(1)
+    network = run.network()
+    best = BestNetwork(run.run_dir, spec, network)
+    return Evaluator(
+        Policy(network),
+        lambda: streams.make(
+            spec,
+            min(config.evaluator.eval_episodes, MAX_STREAMS),
+            seed=int(run.seed(_WARM_UP_STREAM + 1).generate_state(1)[0]),
+            max_episode_frames=config.env.max_episode_frames,
+            noop_max=config.evaluator.eval_noop_max,
+        ),
+        host.parameter_source(),
+        host.metrics("evaluator"),
+        lambda returns, version, at: _report_evaluation(host, best, returns, version, at),
+        episodes=config.evaluator.eval_episodes,
+        epsilon=config.evaluator.eval_epsilon,
+        period_s=config.evaluator.eval_period_s,
+        parameter_bytes=host.plan.parameter_bytes,
+        seed=config.run.seed,
+        clock_s=clock.now_s,
+        totals=totals,
+    )
+
+
+def _report_evaluation(
+    host: Host, best: Any, returns: tuple[float, ...], version: int, at: dict[str, float]
+) -> None:
+    record = np.zeros(1, host.plan.evaluation_dtype)
+    record["returns"], record["params_version"] = returns, version
+    for name in EVALUATION_FIELDS:
+        record[name] = at.get(name, 0.0)
+    host.ring("evaluations").producer().try_offer(record)
+    best.offer(float(np.mean(returns)), version, at)
+
+
+def totals_of(
+    host: Host, base: dict[str, float], started_ns: int
+) -> Callable[[], dict[str, float]]:
+    """Counters of the whole run, its earlier lives included: what a checkpoint stores."""
+    roles = [(role, host.metrics(name)) for name, role in host.plan.roles]
+
+    def look() -> dict[str, float]:
+        totals = dict(base)
+        for role, metrics in roles:
+            counts = metrics.snapshot(alive=False)
+            for name in _TOTALS.get(role, ()):
+                totals[name] = totals.get(name, 0.0) + counts[name]
+        elapsed_s = (time.perf_counter_ns() - started_ns) / 1e9
+        totals["wall_s"] = base.get("wall_s", 0.0) + elapsed_s
+        return totals
+
+    return look
+
+
+_TOTALS = {
+    "actor": ("steps", "frames", "episodes"),
+    "learner": ("batches", "samples"),
+    "replay": ("inserted",),
+}
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables that keep the libraries of a process to `threads` threads."""
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "NUMBA_NUM_THREADS": count,
+        # An idle OpenMP thread that spins takes the core from a role that works.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "PYTHONUNBUFFERED": "1",
+        "PATH": os.environ.get("PATH", ""),
+    }
