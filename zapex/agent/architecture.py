@@ -1,4 +1,4 @@
-"""Which layers a network has, as shapes: enough to know the size of its parameters without torch."""
+"""Which layers a network has, as shapes: what its parameters take, known without torch."""
 
 import math
 from collections.abc import Sequence

@@ -8,7 +8,8 @@ while True:
     publish(learner.flat_parameters())
 """
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from zapex.agent.networks import DuelingNetwork
 from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
 
 class DQN:
     """Online and target network, loss and optimiser; Ape-X's values where none are given.
@@ -27,6 +30,9 @@ class DQN:
     `loss` is `huber` (slope 1 beyond an error of 1) or `squared` (half the square), each times
     the importance weight, averaged over the batch. `max_grad_norm` 0 does not clip. The target
     becomes the online network after every `target_period` batches.
+
+    Make it in the thread that will call `learn`. On a CPU, making one also tells the process to
+    keep freed memory, and this thread to take numbers below 1e-38 for 0.
     """
 
     def __init__(
@@ -47,6 +53,8 @@ class DQN:
             raise ConfigError(f"target_period must be at least 1 batch, got {target_period}")
         if not max_grad_norm >= 0.0:
             raise ConfigError(f"max_grad_norm must be 0 (off) or more, got {max_grad_norm}")
+        if network.device.type == "cpu":
+            _prepare_this_thread()
         self.online = network
         self.target = network.copy()
         self.batches = 0
@@ -59,8 +67,12 @@ class DQN:
             optimiser, network.flat, self.gradient, lr, rmsprop_decay, optimiser_eps
         )
 
-    def learn(self, batch: Any) -> tuple[np.ndarray, dict[str, float]]:
+    def learn(
+        self, batch: Any, enter: Callable[[str], object] = lambda phase: None
+    ) -> tuple[np.ndarray, dict[str, float]]:
         """One step on a batch: (TD errors, float32 [B], target minus prediction; metrics).
+
+        `enter` is told of the phases forward, backward and optimiser as they begin.
 
         `batch` has, as attributes or keys, numpy arrays or tensors: obs and next_obs
         [B, *obs_shape] (images are best in channels_last memory), action [B], and float32 reward,
@@ -68,6 +80,7 @@ class DQN:
         reward + discount * Q_target(next_obs, argmax_a Q_online(next_obs, a)).
         Raises ZapexError, with the parameters unchanged, when the gradient is not finite.
         """
+        enter("forward")
         online, device = self.online, self.online.device
         obs = online.to_input(_column(batch, "obs"))
         next_obs = online.to_input(_column(batch, "next_obs"))
@@ -83,8 +96,10 @@ class DQN:
         q = online(obs).gather(1, action.unsqueeze(1)).squeeze(1)
         td = target - q
         loss = (weights * self._loss_of(td)).mean()
+        enter("backward")
         gradients = torch.autograd.grad(loss, list(online.leaves.values()))
         online.gather_gradients(gradients, self._gradient_views)
+        enter("optimiser")
         norm = float(torch.linalg.vector_norm(self.gradient))
         if not np.isfinite(norm):
             raise ZapexError(
@@ -158,6 +173,17 @@ class DQN:
         self.target.refresh()
         self.batches = int(counters["batches"])
         self.optimiser.steps = int(counters["optimiser_steps"])
+
+
+def _prepare_this_thread() -> None:
+    """Spare each batch the page faults, and the slow arithmetic near 0 of units that died."""
+    torch.set_flush_denormal(True)
+    # Activations of tens of MB are made and freed in each batch; by default glibc gives them back
+    # to the system every time, and a sixth of the time goes into getting them again.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _optimiser(

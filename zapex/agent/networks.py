@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zapex.agent import fused
 from zapex.agent.architecture import Layer, output_layers, sees_images, trunk_layers
 from zapex.errors import ConfigError
 
@@ -220,11 +221,7 @@ class DuelingNetwork:
             if x.ndim == 4 and not layer.stride:
                 # Features in (height, width, channel) order: as they lie in memory.
                 x = x.permute(0, 2, 3, 1).flatten(1)
-            if layer.stride:
-                x = F.conv2d(x, weight, bias, layer.stride)
-            else:
-                x = F.linear(x, weight, bias)
-            x = F.relu_(x)
+            x = fused.layer(x, weight, bias, layer.stride)
         x = x.float()
         value = F.linear(x[:, : self._hidden], leaves["value.weight"], leaves["value.bias"])
         advantage = F.linear(

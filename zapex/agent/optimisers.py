@@ -1,15 +1,21 @@
-"""Optimisers over one flat parameter tensor, one cache-sized block at a time.
+"""Optimisers that change one flat parameter tensor in one pass.
 
-Each step is some ten elementwise operations. Over the whole tensor each of them would go to
-memory and back; over a block of it they stay in the cache. On a GPU the whole tensor is one block.
+On a CPU a step is one loop over the parameters; as tensor operations it would be some eight, each
+of them through memory. A GPU has the bandwidth, and there it is those eight.
 """
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 15  # 128 KiB an operand: the five operands fit in a core's L2 cache
+from zapex.jit import kernel
+
+FloatArray = npt.NDArray[np.float32]
+
+_ZERO = np.float32(0)
 
 
 class Optimiser:
@@ -18,25 +24,31 @@ class Optimiser:
     def __init__(self, parameters: Tensor, gradient: Tensor, lr: float) -> None:
         self.lr = lr
         self.steps = 0
-        self.state = {
-            "mean": torch.zeros_like(parameters),
-            "mean_square": torch.zeros_like(parameters),
-        }
-        block = _BLOCK if parameters.device.type == "cpu" else parameters.numel()
-        operands = [parameters, gradient, *self.state.values()]
-        self._blocks = list(zip(*(torch.split(t, block) for t in operands), strict=True))
-        self._scratch = torch.empty_like(parameters[:block])
+        self.parameters, self.gradient = parameters, gradient
+        self.mean, self.mean_square = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        self._arrays: tuple[FloatArray, ...] = ()
+        if parameters.device.type == "cpu":
+            operands = (parameters, gradient, self.mean, self.mean_square)
+            self._arrays = tuple(t.numpy() for t in operands)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What the next step depends on, apart from `steps`."""
+        return {"mean": self.mean, "mean_square": self.mean_square}
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """Change the parameters by one step for `scale` x the gradient, which is used up."""
+        """Change the parameters by one step for `scale` x the gradient."""
         self.steps += 1
-        for parameters, gradient, mean, square in self._blocks:
-            if scale != 1.0:
-                gradient.mul_(scale)
-            self._step_block(parameters, gradient, mean, square, self._scratch[: len(parameters)])
+        if self._arrays:
+            self._step_arrays(np.float32(scale))
+        else:
+            self._step_tensors(self.gradient * scale)
 
-    def _step_block(self, p: Tensor, g: Tensor, mean: Tensor, square: Tensor, x: Tensor) -> None:
+    def _step_arrays(self, scale: np.float32) -> None:
+        raise NotImplementedError
+
+    def _step_tensors(self, gradient: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -55,14 +67,17 @@ class CentredRMSProp(Optimiser):
         super().__init__(parameters, gradient, lr)
         self.decay, self.eps = decay, eps
 
-    def _step_block(self, p: Tensor, g: Tensor, mean: Tensor, square: Tensor, x: Tensor) -> None:
-        keep = 1.0 - self.decay
-        mean.lerp_(g, keep)
-        square.mul_(self.decay).addcmul_(g, g, value=keep)
-        torch.addcmul(square, mean, mean, value=-1.0, out=x)
+    def _step_arrays(self, scale: np.float32) -> None:
+        lr, new, eps = np.float32(self.lr), np.float32(1.0 - self.decay), np.float32(self.eps)
+        _rmsprop_kernel(self._arrays, scale, lr, new, eps)
+
+    def _step_tensors(self, gradient: Tensor) -> None:
+        new = 1.0 - self.decay
+        self.mean.lerp_(gradient, new)
+        self.mean_square.lerp_(gradient * gradient, new)
         # Rounding can leave the variance a little below zero.
-        x.clamp_min_(0.0).add_(self.eps).sqrt_()
-        p.addcdiv_(g, x, value=-self.lr)
+        variance = (self.mean_square - self.mean * self.mean).clamp_min_(0.0)
+        self.parameters.addcdiv_(gradient, variance.add_(self.eps).sqrt_(), value=-self.lr)
 
 
 class Adam(Optimiser):
@@ -81,10 +96,60 @@ class Adam(Optimiser):
         super().__init__(parameters, gradient, lr)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
-    def _step_block(self, p: Tensor, g: Tensor, mean: Tensor, square: Tensor, x: Tensor) -> None:
+    def _rate_and_eps(self) -> tuple[float, float]:
+        """The step size and the eps that also undo the means' start at 0."""
         root = math.sqrt(1.0 - self.beta2**self.steps)
-        rate = self.lr * root / (1.0 - self.beta1**self.steps)
-        mean.lerp_(g, 1.0 - self.beta1)
-        square.mul_(self.beta2).addcmul_(g, g, value=1.0 - self.beta2)
-        torch.sqrt(square, out=x)
-        p.addcdiv_(mean, x.add_(self.eps * root), value=-rate)
+        return self.lr * root / (1.0 - self.beta1**self.steps), self.eps * root
+
+    def _step_arrays(self, scale: np.float32) -> None:
+        rate, eps = self._rate_and_eps()
+        new1, new2 = np.float32(1.0 - self.beta1), np.float32(1.0 - self.beta2)
+        _adam_kernel(self._arrays, scale, np.float32(rate), new1, new2, np.float32(eps))
+
+    def _step_tensors(self, gradient: Tensor) -> None:
+        rate, eps = self._rate_and_eps()
+        self.mean.lerp_(gradient, 1.0 - self.beta1)
+        self.mean_square.lerp_(gradient * gradient, 1.0 - self.beta2)
+        self.parameters.addcdiv_(self.mean, self.mean_square.sqrt().add_(eps), value=-rate)
+
+
+# np.divide, because Numba's / checks for zero, and a loop with checks does not become vector code.
+
+
+@kernel
+def _rmsprop_kernel(
+    arrays: tuple[FloatArray, ...],
+    scale: np.float32,
+    lr: np.float32,
+    new: np.float32,
+    eps: np.float32,
+) -> None:
+    parameters, gradient, mean, square = arrays
+    for i in range(parameters.size):
+        g = gradient[i] * scale
+        m = mean[i] + new * (g - mean[i])
+        s = square[i] + new * (g * g - square[i])
+        mean[i] = m
+        square[i] = s
+        variance = s - m * m
+        variance = variance if variance > _ZERO else _ZERO  # rounding can leave it below
+        parameters[i] -= np.divide(lr * g, np.sqrt(variance + eps))
+
+
+@kernel
+def _adam_kernel(
+    arrays: tuple[FloatArray, ...],
+    scale: np.float32,
+    rate: np.float32,
+    new1: np.float32,
+    new2: np.float32,
+    eps: np.float32,
+) -> None:
+    parameters, gradient, mean, square = arrays
+    for i in range(parameters.size):
+        g = gradient[i] * scale
+        m = mean[i] + new1 * (g - mean[i])
+        s = square[i] + new2 * (g * g - square[i])
+        mean[i] = m
+        square[i] = s
+        parameters[i] -= np.divide(rate * m, np.sqrt(s) + eps)
