@@ -3,6 +3,8 @@
 import math
 from fractions import Fraction
 
+import numpy as np
+
 
 class NaiveLimiter:
     """The limiter as a log that is counted anew for every question, in exact fractions."""
@@ -156,3 +158,56 @@ class NaiveMailbox:
 
     def read_newer(self, than_version):
         return (self.version, self.value) if self.version > than_version else (0, None)
+
+
+class AtariGame:
+    """Plain ALE, one frame at a time: no wrapper, no vector, no no-ops."""
+
+    def __init__(self, spec, max_episode_frames):
+        import ale_py
+        from ale_py import roms
+
+        self.ale = ale_py.ALEInterface()
+        name = spec.env_id.removeprefix("ALE/").removesuffix("-v5")
+        snake = "".join("_" + c.lower() if c.isupper() else c for c in name)[1:]
+        self.ale.setFloat("repeat_action_probability", 0.0)
+        self.ale.loadROM(roms.get_rom_path(snake))
+        full = spec.num_actions == 18
+        self.actions = self.ale.getLegalActionSet() if full else self.ale.getMinimalActionSet()
+        self.frames_per_step = spec.frames_per_step
+        self.max_episode_frames = max_episode_frames
+        self.begin()
+
+    def begin(self):
+        self.ale.reset_game()
+        self.frames = 0
+
+    def step(self, action):
+        """(reward, game over, cut at the limit, life lost in a game that is not over)."""
+        lives, reward = self.ale.lives(), 0.0
+        for _ in range(self.frames_per_step):
+            reward += self.ale.act(self.actions[action])
+            self.frames += 1
+            if self.ale.game_over() or self.frames >= self.max_episode_frames:
+                break
+        over = self.ale.game_over()
+        cut = self.frames >= self.max_episode_frames and not over
+        return reward, over, cut, self.ale.lives() < lives and not over
+
+
+def grey(rgb):
+    """Luminance of a screen (ITU-R BT.601), rounded."""
+    return np.rint(rgb.astype(np.float64) @ (0.2989, 0.5870, 0.1140))
+
+
+def downscaled(image, size=84):
+    """Each pixel the mean of the area that it covers: cv2.INTER_AREA."""
+
+    def weights(length):
+        edges = np.arange(size + 1) * length / size
+        starts, ends = edges[:-1, None], edges[1:, None]
+        pixels = np.arange(length)
+        covered = np.minimum(ends, pixels + 1) - np.maximum(starts, pixels)
+        return np.clip(covered, 0.0, 1.0) * size / length
+
+    return weights(image.shape[0]) @ image @ weights(image.shape[1]).T
