@@ -51,7 +51,7 @@ class RunCheckpoints:
         }
         tensors = {name: t.cpu().numpy() for name, t in dqn.state_dict_tensors().items()}
         name = checkpoint.step_name(int(totals.get("steps", 0)))
-        checkpoint.save(self._run_dir, name, tensors, state)
+        checkpoint.save(self._run_dir / "checkpoints", name, tensors, state)
         self._saved_s = self._clock_s()
 
     def restore(self, dqn: DQN) -> None:
@@ -88,16 +88,4 @@ class BestNetwork:
             "mean_return": mean,
         }
         tensors = {f"online.{n}": view.numpy() for n, view in self._network.views.items()}
-        checkpoint.save(self._run_dir, "best", tensors, state)
-
-
-def load_network(path: Path, spec: EnvironmentSpec, network: DuelingNetwork) -> dict[str, Any]:
-    """Load a checkpoint's online network into `network`; returns the checkpoint's state."""
-    import torch
-
-    loaded = checkpoint.load(path)
-    checkpoint.check_schema(loaded, _facts(spec))
-    for name, view in network.views.items():
-        view.copy_(torch.from_numpy(loaded.tensors[f"online.{name}"]))
-    network.refresh()
-    return loaded.state
+        checkpoint.save(self._run_dir / "checkpoints", checkpoint.BEST, tensors, state)

@@ -249,7 +249,7 @@ def make_replay(run: Run, host: Host) -> DutyCycle:
 
 def make_learner(
     run: Run, host: Host, clock: Clock, totals: "Callable[[], dict[str, float]]"
-) -> Any:
+) -> DutyCycle:
     """The learner's role, from the newest checkpoint of the run where there is one."""
     import torch
 
@@ -283,7 +283,7 @@ def make_learner(
 
 def make_evaluator(
     run: Run, host: Host, clock: Clock, totals: Callable[[], dict[str, float]]
-) -> Any:
+) -> DutyCycle:
     """The evaluator's role."""
     import torch
 
