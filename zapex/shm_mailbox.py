@@ -8,7 +8,7 @@ Layout, 64-byte aligned; words are int64, two cache lines apart:
     I1  versions only grow; version 0 is none
     I2  the cell in `latest` is whole, and not the one that is written next
     I3  every word has exactly one writer: the writer
-    I4  stamp c = v: cell c holds the whole value of version v; 0: it is being written
+    I4  stamp c = v once `latest` said (v, c), and until a byte of cell c changes
     SYNC whole:  publish (release latest)            -> read (acquire latest)
     SYNC reuse:  publish (stamp 0, release fence)    -> read (acquire fence, stamp again)
     Crash: dying while a cell is written leaves `latest` on another, whole one.
@@ -73,8 +73,9 @@ def _publish_kernel(words: Any, cells: Any, cell_bytes: int, version: int, value
     store_relaxed(words, stamp, 0)
     fence_release()  # SYNC reuse: the stamp is seen before a byte of the new value
     copy_bytes(cells, cell * cell_bytes, value, 0, value.size)
-    store_release(words, stamp, version)
-    store_release(words, _LATEST_WORD, version * _VERSION_STEP + cell)  # SYNC whole
+    store_relaxed(words, stamp, version)
+    # SYNC whole: the value and its stamp are seen before they can be found
+    store_release(words, _LATEST_WORD, version * _VERSION_STEP + cell)
 
 
 @kernel

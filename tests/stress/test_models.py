@@ -1,0 +1,82 @@
+"""The models hold for every order of steps and every crash; with a rule taken away they do not."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEEDED = {
+    "ring": [
+        "NO_ACQUIRE_HEAD",
+        "NO_ACQUIRE_TAIL",
+        "NO_FULL_CHECK",
+        "NO_RELEASE_HEAD",
+        "NO_RELEASE_TAIL",
+    ],
+    "mailbox": [
+        "CELLS=1",
+        "NO_ACQUIRE_FENCE",
+        "NO_ACQUIRE_LATEST",
+        "NO_RECHECK",
+        "NO_RELEASE_LATEST",
+        "NO_STAMP",
+        "NO_STAMP_FENCE",
+    ],
+    "sleep": ["NO_SLEEP_LIMIT", "NO_WAITER_FENCE", "NO_WAKER_FENCE"],
+    "slots": [
+        "NO_ACQUIRE_FENCE",
+        "NO_GENERATION_FIRST",
+        "NO_GRANT_CHECK",
+        "NO_PIDFD",
+        "NO_RECHECK",
+        "NO_RELEASE_COMMIT",
+    ],
+}
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("spin") and shutil.which("cc")), reason="needs spin and a C compiler"
+)
+
+
+def errors_of(model: str, directory: Path, *definitions: str) -> int:
+    """How many errors spin finds in the model, searching all of its states until the first."""
+    shutil.copy(HERE / f"{model}.pml", directory)
+    flags = [f"-D{definition}" for definition in definitions]
+    subprocess.run(["spin", *flags, "-a", f"{model}.pml"], cwd=directory, check=True, timeout=60)
+    optimise = "-O0" if definitions else "-O1"  # an error is soon found: compiling takes longer
+    compiler = ["cc", optimise, "-w", "-DSAFETY", "-o", "pan", "pan.c"]
+    subprocess.run(compiler, cwd=directory, check=True, timeout=60)
+    search = ["./pan", "-m1000000"]
+    result = subprocess.run(
+        search, cwd=directory, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert "max search depth too small" not in result.stdout
+    assert "out of memory" not in result.stdout
+    return int(result.stdout.split("errors: ")[1].split()[0])
+
+
+@pytest.mark.parametrize("model", NEEDED)
+def test_the_model_holds(model: str, tmp_path: Path) -> None:
+    assert errors_of(model, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "removed"), [(model, rule) for model, rules in NEEDED.items() for rule in rules]
+)
+def test_the_check_fails_without(model: str, removed: str, tmp_path: Path) -> None:
+    assert errors_of(model, tmp_path, removed) == 1
+
+
+@pytest.mark.parametrize("model", NEEDED)
+def test_every_rule_of_the_model_is_taken_away_once(model: str) -> None:
+    text = (HERE / f"{model}.pml").read_text()
+    named = set(re.findall(r"ifn?def (NO_\w+)", text))
+    assert {rule for rule in NEEDED[model] if rule.startswith("NO_")} == named
+
+
+@pytest.mark.slow
+def test_the_model_of_slots_holds_for_more_chunks(tmp_path: Path) -> None:
+    assert errors_of("slots", tmp_path, "CHUNKS=3") == 0
