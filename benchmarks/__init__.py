@@ -1,0 +1,1 @@
+"""Benchmarks: what the README of this folder says each number means."""
