@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo test lint wheel bench clean check-python check-torch
+.PHONY: help venv train demo test lint wheel bench clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -101,13 +101,16 @@ install-torch-cuda:
 
 install-torch-existing:
 	@grep -v '^torch==' constraints.txt > '$(VENV)/constraints.txt'
-	@$(BIN)/python -c 'import torch; print("Using torch", torch.__version__)' || \
+	@$(BIN)/python -c 'import torch; print("Using torch", torch.__version__)' 2>/dev/null || \
 	  { echo 'TORCH=existing: $(PYTHON) has no torch that can be imported' >&2; exit 1; }
 
 check-python:
-	@test -n '$(PYTHON)' || { printf '%s\n' \
-	  'Python 3.11 or newer is missing. On Debian 12 and Ubuntu 24.04: sudo apt install python3 python3-venv' \
-	  'On Ubuntu 22.04: sudo apt install python3.11 python3.11-venv. Elsewhere: make PYTHON=/path/to/python' >&2; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { printf '%s\n' \
+	  'Python 3.11 or newer is missing$(if $(PYTHON), (asked for: $(PYTHON))). On Debian 12 and Ubuntu 24.04:' \
+	  '  sudo apt install python3 python3-venv' \
+	  'On Ubuntu 22.04:' \
+	  '  sudo apt install python3.11 python3.11-venv' \
+	  'Elsewhere: make PYTHON=/path/to/python' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { printf '%s\n' \
 	  '$(PYTHON) has no venv module. On Debian and Ubuntu:' \
 	  "  sudo apt install python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2; exit 1; }

@@ -172,9 +172,9 @@ def _capped(wanted: Choice, task: Task, machine: Machine, chosen: Mapping[str, C
 
 
 def replay_bytes(schema: Schema, config: Config) -> int:
-    """Shared memory that the run's experience needs: slots, their headers and leaf priorities."""
+    """Shared memory that the run's experience needs: slots, their headers, and the sum tree."""
     chunk = config.chunk_transitions
-    slot_bytes = ChunkLayout(schema, chunk).body_bytes + 8 * HEADER_WORDS + 8 * chunk
+    slot_bytes = ChunkLayout(schema, chunk).body_bytes + 8 * HEADER_WORDS + 10 * chunk
     return config.slots * slot_bytes
 
 
