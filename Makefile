@@ -17,7 +17,7 @@ TORCH ?= $(or $(INSTALLED),cpu)
 TORCH_INDEX ?=
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
-	$(p) -c 'import sys; print(sys.executable) if sys.version_info >= (3, 11) else 0' 2>/dev/null)))
+	$(p) -c 'import sys; print(sys._base_executable) if sys.version_info >= (3, 11) else 0' 2>/dev/null)))
 
 ifeq ($(TORCH),auto)
   override TORCH := $(shell if $(PYTHON) -c 'import torch' 2>/dev/null; then echo existing; \
