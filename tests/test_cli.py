@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zapex import cli
+from zapex import checkpoint, cli
 from zapex.config import Config
 from zapex.environments import EnvironmentSpec
 from zapex.errors import PeerDied
@@ -145,6 +145,9 @@ def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
     run.mkdir(parents=True)
     config = settings_of(capsys, *SMALL, "--lr", "0.5")
     (run / "config.toml").write_text(config.to_toml())
+    assert "runs/a has no checkpoint" in refusal(capsys, "train", "--resume", "runs/a")
+    schema = {"env_id": "CartPole-v1", "num_actions": 2}
+    path = checkpoint.save(run / "checkpoints", checkpoint.step_name(1), {}, {"schema": schema})
     assert cli.main(["train", "--resume", "runs/a", "--max-frames", "1M"]) == 0
     assert launched.config == config.replace(
         resume="runs/a", run_dir="runs/a", max_frames=1_000_000
@@ -152,6 +155,10 @@ def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
     capsys.readouterr()
     line = refusal(capsys, "train", "--resume", "runs/a", "--env", "Acrobot-v1")
     assert "--env cannot change in a run that goes on" in line
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is damaged" in refusal(capsys, "train", "--resume", "runs/a")
+    checkpoint.save(run / "checkpoints", path.stem, {}, {"schema": {"num_actions": 3}})
+    assert "was made for num_actions 3" in refusal(capsys, "train", "--resume", "runs/a")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,6 @@ def test_eval_plays_the_saved_network_and_prints_the_mean(
 ) -> None:
     import numpy as np
 
-    from zapex import checkpoint
     from zapex.agent import networks
     from zapex.agent.learning import DQN
 

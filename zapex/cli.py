@@ -10,7 +10,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +186,9 @@ def _run_directory(text: str) -> Path:
 def _train(args: list[str]) -> int:
     run = _resolve(args, "train", "Train on one host until stopped, or until a limit is reached.")
     config = run.config
-    if not config.run.resume:
+    if config.run.resume:
+        _check_checkpoint(Path(config.run.resume), run.spec)
+    else:
         config = config.replace(run_dir=str(_new_run_directory(config)))
     from zapex import launch, preflight
     from zapex.presets import explain
@@ -195,6 +197,18 @@ def _train(args: list[str]) -> int:
     print(run.spec.describe, *run.spec.notes, sep="\n")
     print(explain(run.chosen), flush=True)
     return launch.train(config, run.spec)
+
+
+def _check_checkpoint(run_dir: Path, spec: "EnvironmentSpec") -> None:
+    """Raises CheckpointError for one that is missing, damaged or of another environment."""
+    from zapex import checkpoint
+
+    path = checkpoint.latest(run_dir)
+    if path is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint to go on from: start a new run")
+    loaded, facts = checkpoint.load(path), asdict(spec)
+    made_for = loaded.state.get("schema", {})
+    checkpoint.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})
 
 
 def _new_run_directory(config: Config) -> Path:
