@@ -195,8 +195,26 @@ def _train(args: list[str]) -> int:
 
     preflight.demand(_findings(run))
     print(run.spec.describe, *run.spec.notes, sep="\n")
-    print(explain(run.chosen), flush=True)
+    print(explain(run.chosen))
+    print(_until(config, run.spec), flush=True)
     return launch.train(config, run.spec)
+
+
+def _until(config: Config, spec: "EnvironmentSpec") -> str:
+    """When the run ends by itself, and what its returns compare with."""
+    limits = config.run
+    ends = []
+    if limits.max_minutes:
+        ends.append(f"{limits.max_minutes:g} minutes are over")
+    if limits.max_frames:
+        ends.append(f"{limits.max_frames:,} frames are played")
+    if limits.stop_at_return is not None:
+        ends.append(f"an evaluation's mean return reaches {limits.stop_at_return:g}")
+    text = f"Runs until {' or '.join(ends or ['stopped'])}; Ctrl-C ends it and saves."
+    if spec.references:
+        known = ", ".join(f"{name} {value:g}" for name, value in spec.references.items())
+        text += f" Returns to compare with: {known}."
+    return text
 
 
 def _check_checkpoint(run_dir: Path, spec: "EnvironmentSpec") -> None:
