@@ -1,7 +1,9 @@
 """Segments: reserved or refused, sealed, handed to our own user only, gone with their holders."""
 
 import json
+import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 from zapex import shm_segment
 from zapex.errors import PeerDied, PeerTimeout, SharedMemoryError
 from zapex.machine import Machine, memory_fact
-from zapex.shm_segment import DescriptorServer, Populator, Segment, receive_descriptors
+from zapex.shm_segment import DescriptorServer, Populator, Segment, receive_descriptors, map_ahead
 
 MIB = 1 << 20
 
@@ -31,7 +33,7 @@ def test_a_segment_is_zeroed_and_shared_by_whoever_attaches() -> None:
 
 def test_a_child_that_inherits_the_descriptor_sees_the_same_memory() -> None:
     code = (
-        "import sys\nfrom zapex.shm_segment import Segment\n"
+        "import sys\nfrom zapex.shm_segment import Segment\n", map_ahead
         "assert 'numba' not in sys.modules\n"
         "Segment.attach(int(sys.argv[1]), 4096).buffer[:3] = 1, 2, 3\n"
     )
@@ -188,7 +190,7 @@ def ask(path: Path) -> subprocess.Popen[str]:
     """A foreign process that asks for what is at `path` and writes into the segment."""
     code = (
         "import sys, json\nfrom pathlib import Path\n"
-        "from zapex.shm_segment import Segment, receive_descriptors\n"
+        "from zapex.shm_segment import Segment, receive_descriptors\n", map_ahead
         "facts, fds = receive_descriptors(Path(sys.argv[1]), 30)\n"
         "segment = Segment.attach(fds['memory'], facts['bytes'])\n"
         "segment.buffer[0] = 77\n"
@@ -263,3 +265,18 @@ def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
     first._listener.close()  # died: the file stays
     second = DescriptorServer(path, lambda pid: ({}, {}))
     second.close()
+
+
+def test_mapping_ahead_changes_nothing_and_spares_the_faults():
+    pages = 256
+    with Segment.create("test", pages * mmap.PAGESIZE) as segment:
+        segment.populate()
+        segment.buffer[:] = 7
+        with Segment.attach(segment.fd) as other:
+            middle = other.buffer[10 : pages * mmap.PAGESIZE - 10]
+            map_ahead(middle)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            assert (middle == 7).all()
+            middle[:: mmap.PAGESIZE] = 8
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 2
+            assert (segment.buffer[10 :: mmap.PAGESIZE][: pages - 1] == 8).all()

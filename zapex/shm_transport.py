@@ -35,6 +35,7 @@ from zapex.replay import Draw, ReplayLayout, importance_weights
 from zapex.schema import align
 from zapex.shm_mailbox import Mailbox
 from zapex.shm_ring import ShmRing
+from zapex.shm_segment import map_ahead
 from zapex.transport import Life, Sampled
 
 _GRANT = np.dtype([("slot", np.int64), ("incarnation", np.int64)])
@@ -252,6 +253,7 @@ class ShmExperienceSink:
     def __init__(self, host: Host, actor: int, incarnation: int) -> None:
         self.store = host.store()
         self._incarnation = incarnation
+        self._mapped = np.zeros(self.store.slots, np.bool_)
         self._streams = host.plan.envs_per_actor
         self._grants = host.ring(f"grants {actor}").consumer()
         self._commits = host.ring(f"commits {actor}").producer()
@@ -271,7 +273,14 @@ class ShmExperienceSink:
             grants = self._grants.take(count)
             mine = grants["slot"][grants["incarnation"] == self._incarnation]
             if len(mine):  # the rest were for a former life; the replay has taken them back
+                self._map(mine)
                 return np.ascontiguousarray(mine)
+
+    def _map(self, slots: NDArray[np.int64]) -> None:
+        for slot in slots[~self._mapped[slots]].tolist():
+            body = self.store.body(slot)
+            map_ahead(self.store.mem[body : body + self.store.layout.body_bytes])
+        self._mapped[slots] = True
 
     def commit(self, slots: NDArray[np.int64]) -> None:
         """Hand over chunks that are whole, in their order."""
