@@ -7,17 +7,16 @@
     descriptors  records of 16 bytes through one ring, 512 at a time
     mailbox      publish and read of a value, each beside a plain memcpy of as much memory that the
                  same other process wrote last; microseconds
+    chunk_path   64 Atari steps: written into a slot, and from there until they can be sampled
 
 Every copy that a user would make is made: into the link and out of it, on both sides. Each cell is
 a fresh process that forks its peer; cells follow in an order drawn anew each round.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._forked import fork, reap
 from benchmarks._harness import ROOT, arguments, clock_ns, percentiles, write_json
+from benchmarks.chunk_path import CHUNK, chunk_path
 from zapex.idle import Waiter, Waker
 from zapex.shm_mailbox import Mailbox
 from zapex.shm_ring import ShmRing
@@ -36,28 +37,6 @@ SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]
 PARAMETER_BYTES = 4 * 3_292_837  # the dueling net of arXiv 2110.13506
 DESCRIPTOR_BYTES = 16
 ROUNDS = 3
-_PR_SET_PDEATHSIG = 1
-
-
-def fork(work: Callable[[], object]) -> int:
-    """A child that does `work` over and over until it is killed, or until we are gone.
-
-    Each has a core of its own: two that yield to each other on one core measure the scheduler.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    pid = os.fork()
-    os.sched_setaffinity(0, {cores[0 if pid else -1]})
-    if pid == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        while True:
-            work()
-    return pid
-
-
-def reap(pid: int) -> None:
-    """End a child of `fork`."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 class RingLink:
@@ -266,7 +245,12 @@ def mailbox(_: str, size: int, seconds: float) -> dict[str, Any]:
     return {f"{name}_us": percentiles(found[2:], 1000) for name, found in cells.items()}
 
 
-KINDS = {"round_trip": round_trip, "throughput": throughput, "mailbox": mailbox}
+KINDS: dict[str, Callable[[str, int, float], dict[str, Any]]] = {
+    "round_trip": round_trip,
+    "throughput": throughput,
+    "mailbox": mailbox,
+    "chunk_path": chunk_path,
+}
 
 
 def cells_of(quick: bool) -> list[tuple[str, str, int]]:
@@ -281,6 +265,7 @@ def cells_of(quick: bool) -> list[tuple[str, str, int]]:
         ),
         ("throughput", "ring", DESCRIPTOR_BYTES),
         *(("mailbox", "mailbox", size) for size in [*sizes, PARAMETER_BYTES]),
+        ("chunk_path", "actor to replay", CHUNK * 84 * 84),
     ]
 
 

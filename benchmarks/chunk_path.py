@@ -1,0 +1,118 @@
+"""The whole way of a chunk: an actor's process hands it over, the replay's makes it sampleable."""
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks._forked import fork, reap
+from benchmarks._harness import clock_ns, percentiles
+from zapex.batch import aligned_zeros
+from zapex.intake import Intake
+from zapex.nstep import ChunkBuilder
+from zapex.rate_limiter import LimiterConfig, RateLimiter
+from zapex.replay import PrioritizedReplay, ReplayLayout
+from zapex.schema import Column, Schema
+from zapex.shm_segment import Segment
+from zapex.shm_transport import Host, HostPlan
+
+CHUNK = 64
+CAPACITY = 256 * CHUNK
+INCARNATION = 1
+
+
+def _make_host() -> Host:
+    columns = {"obs": Column((84, 84), np.uint8, stack=4), "action": Column((), np.int64)}
+    plan = HostPlan(
+        replay=ReplayLayout(Schema(columns), CAPACITY, 1, CHUNK),
+        actors=1,
+        envs_per_actor=1,
+        batch_size=512,
+        prefetch=2,
+        parameter_bytes=64,
+        beta=0.4,
+        eval_episodes=1,
+    )
+    control = Segment.create("bench-control", plan.nbytes)
+    experience = Segment.create("bench-experience", plan.replay.nbytes)
+    experience.populate()
+    fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in plan.roles]
+    return Host(plan, control.buffer, experience.buffer, fds, create=True)
+
+
+def _make_intake(host: Host) -> Intake:
+    layout = host.plan.replay
+    replay = PrioritizedReplay(
+        CAPACITY, layout.schema, streams=1, chunk=CHUNK, buffer=host.experience
+    )
+    limiter = RateLimiter(
+        LimiterConfig(
+            samples_per_insert=0, tolerance=0, min_size=1, grant=CHUNK, batch=1, capacity=CAPACITY
+        )
+    )
+    source = host.experience_source()
+    return Intake(source, replay, limiter, actors=1, streams_per_actor=1)
+
+
+def chunk_path(_: str, size: int, seconds: float) -> dict[str, Any]:
+    """Microseconds of writing 64 Atari steps, and from their commit until they are sampleable.
+
+    The replay polls. Sampleable: in the sum tree, its leaves set.
+    """
+    host = _make_host()
+    host.set_life("actor 0", INCARNATION)
+    intake = _make_intake(host)
+    done = Segment.create("bench-done", 4096).buffer[:16].view(np.int64)  # inserted, and when
+
+    def serve() -> None:
+        before = intake.inserted
+        intake.do_work(0, 0)
+        if intake.inserted != before:
+            done[1] = clock_ns()
+            done[0] = intake.inserted
+
+    sink = host.experience_sink(0, INCARNATION)
+    builder = ChunkBuilder(sink.store, 1, actor=0, incarnation=INCARNATION)
+    obs = {"obs": aligned_zeros(4 * 84 * 84).reshape(1, 4, 84, 84)}
+    everyone, flags, reward = np.ones(1, np.bool_), np.zeros(1, np.int64), np.zeros(1)
+    begun = False
+
+    def write_chunk() -> np.ndarray:
+        """Steps until a chunk closes: its slot."""
+        nonlocal begun
+        while True:
+            if builder.spares == 0:
+                slots = sink.try_claim()
+                if slots is not None:
+                    builder.provide(slots)
+            if not begun:
+                begun = builder.begin(everyone, obs) == 1
+            elif builder.add(everyone, flags, obs, reward) < 1:
+                continue  # no slot yet
+            closed = builder.take_closed()
+            if closed.size:
+                return closed
+
+    for _turn in range(3):  # everything compiled before the fork
+        while not (sink.ready() or builder.spares):
+            serve()
+        sink.commit(write_chunk())
+        serve()
+    pid = fork(serve)
+    writes: list[float] = []
+    pushes: list[float] = []
+    expected = int(done[0])
+    stop = time.monotonic() + seconds
+    while len(pushes) < 12 or time.monotonic() < stop:
+        start = clock_ns()
+        slots = write_chunk()
+        written = clock_ns()
+        sink.commit(slots)
+        expected += CHUNK
+        while done[0] < expected:
+            os.sched_yield()
+        writes.append(written - start)
+        pushes.append(int(done[1]) - written)
+    reap(pid)
+    return {"write_us": percentiles(writes[2:], 1000), "push_us": percentiles(pushes[2:], 1000)}
