@@ -17,7 +17,7 @@ import pytest
 from zapex import shm_segment
 from zapex.errors import PeerDied, PeerTimeout, SharedMemoryError
 from zapex.machine import Machine, memory_fact
-from zapex.shm_segment import DescriptorServer, Populator, Segment, receive_descriptors, map_ahead
+from zapex.shm_segment import DescriptorServer, Populator, Segment, map_ahead, receive_descriptors
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ def test_a_segment_is_zeroed_and_shared_by_whoever_attaches() -> None:
 
 def test_a_child_that_inherits_the_descriptor_sees_the_same_memory() -> None:
     code = (
-        "import sys\nfrom zapex.shm_segment import Segment\n", map_ahead
+        "import sys\nfrom zapex.shm_segment import Segment\n"
         "assert 'numba' not in sys.modules\n"
         "Segment.attach(int(sys.argv[1]), 4096).buffer[:3] = 1, 2, 3\n"
     )
@@ -190,7 +190,7 @@ def ask(path: Path) -> subprocess.Popen[str]:
     """A foreign process that asks for what is at `path` and writes into the segment."""
     code = (
         "import sys, json\nfrom pathlib import Path\n"
-        "from zapex.shm_segment import Segment, receive_descriptors\n", map_ahead
+        "from zapex.shm_segment import Segment, receive_descriptors\n"
         "facts, fds = receive_descriptors(Path(sys.argv[1]), 30)\n"
         "segment = Segment.attach(fds['memory'], facts['bytes'])\n"
         "segment.buffer[0] = 77\n"
