@@ -272,7 +272,7 @@ def test_mapping_ahead_changes_nothing_and_spares_the_faults():
     with Segment.create("test", pages * mmap.PAGESIZE) as segment:
         segment.populate()
         segment.buffer[:] = 7
-        with Segment.attach(segment.fd) as other:
+        with Segment.attach(os.dup(segment.fd)) as other:
             middle = other.buffer[10 : pages * mmap.PAGESIZE - 10]
             map_ahead(middle)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
