@@ -152,7 +152,7 @@ def _resolve(args: list[str], command: str, description: str) -> _Resolved:
 
 def _check_resumable(changed: "dict[str, Choice]") -> None:
     """Raises ConfigError where a run that goes on would need another network or another place."""
-    for name in ("env", "env_kwargs", "hidden", "run_dir"):
+    for name in ("env", "env_kwargs", "hidden", "channels", "run_dir"):
         if name in changed:
             raise ConfigError(
                 f"{flag_of(name)} cannot change in a run that goes on, got "

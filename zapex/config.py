@@ -117,6 +117,8 @@ class LearnerConfig(Section):
     """Seconds between two publications of parameters, at least; 0: after each batch."""
     hidden: int = bounded(512, low=1, high=1 << 14)
     """Width of the hidden layer of each head."""
+    channels: int = bounded(32, low=1, high=1 << 10)
+    """Filters of an image network's first convolution; the others have twice as many."""
     loss: Literal["huber", "squared"] = "huber"
     """Of the TD error."""
     device: Literal["auto", "cpu", "cuda"] = bounded("auto", local=True)

@@ -41,6 +41,7 @@ def load(path: Path, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
         np.dtype(spec.observation_dtype),
         spec.num_actions,
         config.hidden,
+        channels=config.channels,
         precision=config.precision,
         device=config.device,
     )

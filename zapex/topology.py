@@ -60,6 +60,7 @@ class Run:
             np.dtype(spec.observation_dtype),
             spec.num_actions,
             config.learner.hidden,
+            config.learner.channels,
         )
         return HostPlan(
             replay=layout,
@@ -95,6 +96,7 @@ class Run:
             np.dtype(spec.observation_dtype),
             spec.num_actions,
             learner.hidden,
+            channels=learner.channels,
             precision=learner.precision,
             device=device,
             seed=self.config.run.seed,
@@ -116,9 +118,9 @@ class Run:
             target_period=learner.target_period,
         )
 
-    def seed(self, stream: int) -> np.random.SeedSequence:
+    def seed(self, *part: int) -> np.random.SeedSequence:
         """Independent randomness for each part of the run."""
-        return np.random.SeedSequence([self.config.run.seed, stream])
+        return np.random.SeedSequence([self.config.run.seed, *part])
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock)
     first = actor * size
     ladder = epsilon_ladder(config.streams, config.actor.eps_base, config.actor.eps_alpha)
     # A restarted actor must not play its former life's games again.
-    life = incarnation if actor_restarted(host, actor) else 0
-    seeds = run.seed(first).spawn(2)[0].generate_state(1)[0] + life
+    life = [incarnation] if actor_restarted(host, actor) else []
+    environments, actions = run.seed(first, *life).spawn(2)
     sink = host.experience_sink(actor, incarnation)
     builder = ChunkBuilder(
         sink.store,
@@ -164,7 +166,7 @@ def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock)
         streams.make(
             spec,
             size,
-            seed=int(seeds % (1 << 31)),
+            seed=int(environments.generate_state(1)[0]),
             num_threads=config.actor.env_threads,
             max_episode_frames=config.env.max_episode_frames,
         ),
@@ -179,7 +181,7 @@ def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock)
         param_steps=max(1, config.actor.param_period // spec.frames_per_step),
         parameter_bytes=host.plan.parameter_bytes,
         reward_clip=config.env.reward_clip,
-        rng=np.random.default_rng(run.seed(first).spawn(2)[1]),
+        rng=np.random.default_rng(actions),
         clock_ns=clock.now_ns,
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from zapex.errors import ConfigError
 
+NATURE_CHANNELS = 32  # of the first convolution (Mnih et al. 2015); the others have twice as many
 MIN_IMAGE_SIDE = 36  # below it the third convolution has nothing left to see
 
 
@@ -28,10 +29,11 @@ def trunk_layers(
     shape: tuple[int, ...],
     dtype: np.dtype[np.generic] | type[np.generic],
     hidden: int | None = None,
+    channels: int = NATURE_CHANNELS,
 ) -> list[Layer]:
     """The layers up to both streams. Raises ConfigError where no network fits."""
     if sees_images(shape, dtype):
-        return _convolutions(shape, hidden or 512)
+        return _convolutions(shape, hidden or 512, channels)
     return _dense(shape, hidden or 128)
 
 
@@ -46,14 +48,15 @@ def parameter_count(
     dtype: np.dtype[np.generic] | type[np.generic],
     num_actions: int,
     hidden: int | None = None,
+    channels: int = NATURE_CHANNELS,
 ) -> int:
     """Parameters of the whole network: float32 numbers in one flat array."""
-    trunk = trunk_layers(shape, dtype, hidden)
+    trunk = trunk_layers(shape, dtype, hidden, channels)
     layers = [*trunk, *output_layers(trunk, num_actions)]
     return sum(math.prod(layer.weight) + layer.weight[0] for layer in layers)
 
 
-def _convolutions(shape: tuple[int, ...], hidden: int) -> list[Layer]:
+def _convolutions(shape: tuple[int, ...], hidden: int, filters: int) -> list[Layer]:
     stack, height, width = shape
     if min(height, width) < MIN_IMAGE_SIDE:
         raise ConfigError(
@@ -63,9 +66,9 @@ def _convolutions(shape: tuple[int, ...], hidden: int) -> list[Layer]:
     layers = []
     channels = stack
     for name, out, kernel, stride in (
-        ("conv1", 32, 8, 4),
-        ("conv2", 64, 4, 2),
-        ("conv3", 64, 3, 1),
+        ("conv1", filters, 8, 4),
+        ("conv2", 2 * filters, 4, 2),
+        ("conv3", 2 * filters, 3, 1),
     ):
         layers.append(Layer(name, (out, channels, kernel, kernel), stride))
         height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
