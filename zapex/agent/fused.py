@@ -17,15 +17,17 @@ AVAILABLE = bool(_HAS_ONEDNN) and hasattr(_OPS, "_convolution_pointwise")
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
     """relu(convolution) with `stride`, or relu(x weight^T + bias) where it is 0."""
-    if AVAILABLE and x.device.type == "cpu":
-        y: Tensor = _Layer.apply(x, weight, bias, stride)  # type: ignore[no-untyped-call]
-        return y
-    y = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
-    return F.relu_(y)
+    if not AVAILABLE or x.device.type != "cpu":
+        y = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
+        return F.relu_(y)
+    if torch.is_grad_enabled():
+        fused: Tensor = _Layer.apply(x, weight, bias, stride)  # type: ignore[no-untyped-call]
+        return fused
+    return _forward(x, weight, bias, stride)
 
 
 def packed(weight: Tensor, rows: int) -> Tensor:
-    """A dense layer's `weight`, laid out to multiply `rows` rows at a time; for inference only."""
+    """A dense layer's `weight`, laid out to multiply `rows` rows at a time; has no gradient."""
     if AVAILABLE and weight.device.type == "cpu":
         weight = _OPS._reorder_linear_weight(weight.detach(), rows)
     return weight
@@ -37,15 +39,19 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str =
     return y
 
 
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
+    if not stride:
+        return _product(x, weight, bias, "relu")
+    y: Tensor = _OPS._convolution_pointwise(
+        x, weight, bias, [0, 0], [stride, stride], [1, 1], 1, "relu", [], ""
+    )
+    return y
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
-        if stride:
-            y: Tensor = _OPS._convolution_pointwise(
-                x, weight, bias, [0, 0], [stride, stride], [1, 1], 1, "relu", [], ""
-            )
-        else:
-            y = _product(x, weight, bias, "relu")
+        y = _forward(x, weight, bias, stride)
         ctx.stride = stride
         ctx.save_for_backward(x, weight, y)
         return y

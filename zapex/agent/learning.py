@@ -89,6 +89,7 @@ class DQN:
         discount = _tensor(batch, "discount", device, torch.float32)
         weights = _tensor(batch, "weights", device, torch.float32)
 
+        self.target.pack(len(action))
         with torch.no_grad():
             greedy = online(next_obs).argmax(1, keepdim=True)
             bootstrap = self.target(next_obs).gather(1, greedy).squeeze(1)

@@ -1,6 +1,6 @@
 """Dueling networks whose parameters are one flat float32 tensor.
 
-    uint8 images   (stack, H, W) -> conv 32 8x8/4 -> 64 4x4/2 -> 64 3x3/1 -> two streams of `hidden`
+    uint8 images   (stack, H, W) -> conv c 8x8/4 -> 2c 4x4/2 -> 2c 3x3/1 -> two streams of `hidden`
     anything else  flattened     -> dense `hidden` -> two streams of `hidden`
 
 The value and the advantage stream see the same features, so they are one matrix product of
@@ -22,8 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zapex.agent import fused
-from zapex.agent.architecture import Layer, output_layers, sees_images, trunk_layers
+from zapex.agent import fused, pixels
+from zapex.agent.architecture import (
+    NATURE_CHANNELS,
+    Layer,
+    output_layers,
+    sees_images,
+    trunk_layers,
+)
 from zapex.errors import ConfigError
 
 
@@ -33,6 +39,7 @@ def build(
     num_actions: int,
     hidden: int | None = None,
     *,
+    channels: int = NATURE_CHANNELS,
     precision: str = "auto",
     device: str = "auto",
     seed: int = 0,
@@ -40,6 +47,7 @@ def build(
     """The network for one observation (`obs_shape` without the batch axis) and `num_actions`.
 
     `hidden` is the units of each stream: 512 for images and 128 for vectors unless said.
+    `channels` is the filters of the first convolution; the others have twice as many.
     `precision` is of an image network's trunk: `float32`, `bfloat16`, or `auto`, which is bfloat16
     where the hardware multiplies it faster. `device` is `cpu`, `cuda`, or `auto`: cuda where there
     is one. Raises ConfigError where no network fits.
@@ -50,7 +58,7 @@ def build(
     if hidden is not None and hidden < 1:
         raise ConfigError(f"hidden must be at least 1, got {hidden}")
     is_image = sees_images(shape, obs_dtype)
-    trunk = trunk_layers(shape, obs_dtype, hidden)
+    trunk = trunk_layers(shape, obs_dtype, hidden, channels)
     place = _device(device)
     dtype = _dtype(precision, place) if is_image else torch.float32
     return DuelingNetwork(shape, trunk, num_actions, dtype=dtype, device=place, seed=seed)
@@ -125,6 +133,8 @@ class DuelingNetwork:
 
     def _bind(self, flat: Tensor) -> None:
         self.flat = flat
+        self._packed = flat  # stands for nothing while _packed_rows is 0
+        self._packed_rows = 0
         self.views = self.split(self.flat)
         self.leaves = {name: self._leaf(name, view) for name, view in self.views.items()}
         self.refresh()
@@ -183,6 +193,7 @@ class DuelingNetwork:
 
     def refresh(self) -> None:
         """Renew what computes, after `flat` was changed."""
+        self._packed_rows = 0
         with torch.no_grad():
             for name, view in self.views.items():
                 leaf = self.leaves[name]
@@ -190,6 +201,12 @@ class DuelingNetwork:
                     leaf.copy_(view * self._input_scale)
                 elif leaf.data_ptr() != view.data_ptr():
                     leaf.copy_(view)
+
+    def pack(self, rows: int) -> None:
+        """Prepare for batches of `rows` without gradients: pays where a network is used often."""
+        if self._packed_rows != rows:
+            self._packed = fused.packed(self.leaves["streams.weight"], rows)
+            self._packed_rows = rows
 
     def gather_gradients(self, gradients: Sequence[Tensor], out: dict[str, Tensor]) -> None:
         """Write the gradients of `leaves` into `out`, the views of a flat float32 tensor."""
@@ -208,16 +225,19 @@ class DuelingNetwork:
             )
         tensor = tensor.to(self.device, non_blocking=True)
         if self._is_image:
-            # Bytes first: to turn them into channels_last later would move twice as much.
-            return tensor.contiguous(memory_format=torch.channels_last).to(self.dtype)
+            # Bytes first: to move them when they are floats would move more.
+            return pixels.channels_last(tensor).to(self.dtype)
         return tensor.reshape(len(tensor), -1).to(self.dtype)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
         leaves = self.leaves
+        use_packed = len(inputs) == self._packed_rows and not torch.is_grad_enabled()
         x = inputs
         for layer in self._trunk:
             weight, bias = leaves[f"{layer.name}.weight"], leaves[f"{layer.name}.bias"]
+            if layer.name == "streams" and use_packed:
+                weight = self._packed
             if x.ndim == 4 and not layer.stride:
                 # Features in (height, width, channel) order: as they lie in memory.
                 x = x.permute(0, 2, 3, 1).flatten(1)

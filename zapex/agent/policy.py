@@ -20,6 +20,7 @@ class Policy:
 
     def q_values(self, obs: np.ndarray) -> np.ndarray:
         """Q values, float32 (S, num_actions), of observations (S, *obs_shape)."""
+        self._network.pack(len(obs))
         with torch.inference_mode():
             q: np.ndarray = self._network(self._network.to_input(obs)).cpu().numpy()
         return q
