@@ -1,6 +1,8 @@
 """One role in one process: what `python -m zapex.child` runs, and the loop around a duty cycle."""
 
+import contextlib
 import json
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from zapex.supervisor import child_setup
 from zapex.topology import Clock, DutyCycle, Run, make_role, totals_of
 
 _LONGEST_WAIT_S = 0.2  # also how soon a waiting role sees that it shall stop
+_PATIENCE_S = 1.0  # for the duty cycle under way; what follows is saving
 
 
 @dataclass(frozen=True)
@@ -35,29 +38,52 @@ class Order:
         return json.dumps(vars(self))
 
 
+class BrokenOff(BaseException):
+    """A duty cycle was still at it long after it should have ended."""
+
+
 class Stop:
-    """Set by SIGTERM; a role finishes its duty cycle and ends."""
+    """Set by SIGTERM; a role finishes its duty cycle and ends.
+
+    A cycle that compiles a kernel or waits for a busy machine is broken off after a while: what
+    there is to save has to be saved before the parent loses its patience.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self._over = False
+        signal.signal(signal.SIGALRM, self._break_off)
         signal.signal(signal.SIGTERM, self._ask)
+
+    def over(self) -> None:
+        """The last duty cycle has ended; nothing is broken off from here on."""
+        self._over = True
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+
+    def _break_off(self, number: int, frame: object) -> None:
+        if not self._over:
+            self._over = True
+            raise BrokenOff
 
 
 def run_role(role: DutyCycle, waiter: Waiter, stop: Stop) -> None:
     """Duty cycles until told to stop; a role without work waits, and looks again in time."""
-    while not stop.asked:
-        if not role.do_work():
-            waiter.wait(lambda: stop.asked or role.ready(), _LONGEST_WAIT_S)
+    with contextlib.suppress(BrokenOff):
+        while not stop.asked:
+            if not role.do_work():
+                waiter.wait(lambda: stop.asked or role.ready(), _LONGEST_WAIT_S)
+        stop.over()
 
 
 def main(text: str) -> None:
     """Run one role until SIGTERM."""
     order = Order(**json.loads(text))
     incarnation = child_setup(order.name)
-    stop = Stop()
+    # SIGTERM keeps its default action for now: a role that is still starting has nothing to save.
     from zapex.config import Config
     from zapex.environments import EnvironmentSpec
 
@@ -73,8 +99,12 @@ def main(text: str) -> None:
     role = make_role(order.name, run, host, incarnation, Clock(), totals)
     index = plan.role_index(order.name)
     waiter = Waiter(host.sleeping, host.sleeping_word(order.name), order.eventfds[index])
-    run_role(role, waiter, stop)
+    run_role(role, waiter, Stop())
     role.close()
+    # It ends by the signal that it obeyed. Status 0 would say that its work is done, and a role
+    # that somebody else told to end would not be started again.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
