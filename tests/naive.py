@@ -1,5 +1,7 @@
 """Naive twins: the same answers, written so that they can be seen to be right."""
 
+import bisect
+import itertools
 import math
 from fractions import Fraction
 
@@ -59,17 +61,12 @@ class NaiveSumTree:
     def min_positive(self):
         return min((leaf for leaf in self.leaves if leaf > 0.0), default=math.inf)
 
-    def find(self, prefix_sum):
-        """Smallest i whose cumulative sum exceeds the value; else the last positive leaf."""
-        exact = Fraction(0)
-        last_positive = -1
-        for i, leaf in enumerate(self.leaves):
-            exact += Fraction(leaf)
-            if leaf > 0.0:
-                last_positive = i
-                if exact > prefix_sum:
-                    return i
-        return last_positive
+    def find(self, prefix_sums):
+        """For each value the smallest i whose cumulative sum exceeds it; else the last positive."""
+        positive = [i for i, leaf in enumerate(self.leaves) if leaf > 0.0]
+        sums = list(itertools.accumulate(Fraction(self.leaves[i]) for i in positive))
+        ends = (bisect.bisect_right(sums, value) for value in prefix_sums)
+        return [positive[min(end, len(positive) - 1)] for end in ends]
 
 
 def double_dqn_td_errors(batch, q_online, q_target, q_online_next):
