@@ -55,7 +55,7 @@ def _make_intake(host: Host) -> Intake:
     return Intake(source, replay, limiter, actors=1, streams_per_actor=1)
 
 
-def chunk_path(_: str, size: int, seconds: float) -> dict[str, Any]:
+def measure(seconds: float) -> dict[str, Any]:
     """Microseconds of writing 64 Atari steps, and from their commit until they are sampleable.
 
     The replay polls. Sampleable: in the sum tree, its leaves set.
