@@ -9,6 +9,7 @@ import torch
 from tests import naive
 from zapex.agent import networks
 from zapex.agent.learning import DQN
+from zapex.agent.optimisers import Adam, CentredRMSProp
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 
 SHAPE = (2, 40, 44)
@@ -144,6 +145,22 @@ def test_each_optimiser_is_its_closed_form(name):
     options = {"decay": 0.95} if name == "rmsprop" else {}
     expected = twin(start.double(), gradients, lr=0.01, eps=1e-4, **options)
     torch.testing.assert_close(learner.online.flat.double(), expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [CentredRMSProp, Adam])
+def test_a_gpus_steps_are_those_of_the_cpus_kernel(kind):
+    """The tensor operations, run here on the CPU, against the loop."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(5, 1000, generator=generator) * 10.0 ** torch.arange(-6, 4).repeat(100)
+    steppers = [kind(torch.ones(1000), torch.empty(1000), 0.01) for _ in range(2)]
+    steppers[1]._arrays = ()
+    for gradient in gradients:
+        for stepper in steppers:
+            stepper.gradient.copy_(gradient)
+            stepper.step(scale=0.7)
+    for name in ("parameters", "mean", "mean_square"):
+        mine, other = (getattr(stepper, name) for stepper in steppers)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from zapex.agent import networks
+from zapex.agent import fused, networks, pixels
 from zapex.agent.policy import Policy
 from zapex.errors import ConfigError
 
@@ -59,11 +59,24 @@ def test_the_papers_network_has_13_megabytes_of_parameters():
     assert network.flat.shape == (3_292_837,)
 
 
+def channels_last(obs):
+    return np.ascontiguousarray(obs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("stack", [1, 3, 4, 5])
+def test_frames_become_pixels_whatever_the_stack(stack):
+    obs = images(3, (stack, 37, 41))
+    for memory in (obs, channels_last(obs), images(6, (stack, 37, 41))[::2]):
+        out = pixels.channels_last(torch.from_numpy(memory))
+        np.testing.assert_array_equal(out.numpy(), memory)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_image_q_values_equal_a_plain_module_in_either_memory_layout(layout):
     network, obs = build(), images(5)
     if layout == "NHWC":
-        obs = np.ascontiguousarray(obs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+        obs = channels_last(obs)
     np.testing.assert_allclose(q_values(network, obs), naive_q(network, obs), atol=2e-6)
 
 
@@ -149,3 +162,39 @@ def test_what_no_network_fits_is_said(change, message):
 def test_observations_of_another_shape_are_refused():
     with pytest.raises(ConfigError, match=r"\(B, 2, 40, 44\), got \(3, 40, 44, 2\)"):
         Policy(build()).q_values(images(3, (40, 44, 2)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_packed_network_answers_as_before_and_follows_new_parameters(precision):
+    plain, packed = build(precision=precision), build(precision=precision)
+    for value in (0.5, 2.0):
+        for network in (plain, packed):
+            network.flat.mul_(value)
+            network.refresh()
+        packed.pack(6)
+        for count in (6, 4):
+            expected = q_values(plain, images(count))
+            np.testing.assert_allclose(q_values(packed, images(count)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_layer_and_its_gradients_are_the_plain_ones(stride, dtype, monkeypatch):
+    if not fused.AVAILABLE:
+        pytest.skip("torch was built without oneDNN")
+    shape, weights = ((3, 4, 9, 9), (5, 4, 3, 3)) if stride else ((3, 7), (5, 7))
+    generator = torch.Generator().manual_seed(stride)
+
+    def tensor(*size):
+        return torch.randn(size, generator=generator).to(dtype).requires_grad_()
+
+    operands = [tensor(*shape), tensor(*weights), tensor(5)]
+    answers = []
+    for available in (True, False):
+        monkeypatch.setattr(fused, "AVAILABLE", available)
+        y = fused.layer(*operands, stride)
+        slope = torch.arange(y.numel()).reshape(y.shape).to(dtype).sin()
+        answers.append([y, *torch.autograd.grad(y, operands, slope)])
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    for mine, plain in zip(*answers, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)

@@ -33,7 +33,7 @@ def packed(weight: Tensor, rows: int) -> Tensor:
     return weight
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
     """after(x weight^T + bias)."""
     y: Tensor = _OPS._linear_pointwise(x, weight, bias, after, [], "")
     return y
@@ -41,7 +41,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str =
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
     if not stride:
-        return _product(x, weight, bias, "relu")
+        return product(x, weight, bias, "relu")
     y: Tensor = _OPS._convolution_pointwise(
         x, weight, bias, [0, 0], [stride, stride], [1, 1], 1, "relu", [], ""
     )
@@ -67,6 +67,6 @@ class _Layer(torch.autograd.Function):
                 dy, x, weight, out, stride, [0, 0], [1, 1], False, [0, 0], 1, [needs_dx, True, True]
             )
         else:
-            dx = _product(dy, weight.t()) if needs_dx else None
-            dweight, dbias = _product(dy.t(), x.t()), dy.sum(0)
+            dx = product(dy, weight.t()) if needs_dx else None
+            dweight, dbias = product(dy.t(), x.t()), dy.sum(0)
         return dx, dweight, dbias, None
