@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo test lint wheel bench clean check-python
+.PHONY: help venv train demo test lint wheel bench peers clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -36,6 +36,7 @@ help:
 	  '  make test     the tests                        make lint    ruff, mypy, direction of imports' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
+	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
 	  '' \
 	  '  TORCH=cpu (default) | cuda | existing (the torch of your Python) | auto' \
 	  '  PYTHON=...   which Python 3.11 or newer; here: $(or $(PYTHON),none found)' \
@@ -66,10 +67,22 @@ wheel: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/zapex bench $(NAME) $(ARGS)
 
+peers: .peers/.installed
+
+# Their own dependencies disagree with ours: torch and numpy alone are the same.
+.peers/.installed: benchmarks/peers.txt constraints.txt $(STAMP)
+	@test -e .peers/bin/python || $(PYTHON) -m venv .peers
+	@$(BIN)/python -m pip freeze --disable-pip-version-check | grep -E '^(torch|numpy)==' > .peers/same.txt
+	@.peers/bin/python -m pip install --disable-pip-version-check --quiet \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
+	  --requirement .peers/same.txt --requirement benchmarks/peers.txt
+	@touch '$@'
+	@echo 'Made: .peers'
+
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find zapex tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
-	@echo 'kept: $(VENV) and runs/'
+	@echo 'kept: $(VENV), .peers and runs/'
 
 # Another choice of TORCH makes the environment anew; a pull that changed a version updates it.
 $(STAMP): pyproject.toml constraints.txt | check-python
