@@ -10,11 +10,12 @@ PACKAGE = Path(__file__).parent.parent / "zapex"
 # docs/architecture.md draws these. A module may import from its own layer and from those before
 # it; inside a layer a cycle is the only thing forbidden.
 LAYERS = (
-    "version errors text checked config schema atari_scores",
+    "version errors text checked config schema spaces arguments atari_scores",
     "jit atomics machine shm_segment idle lives simd",
-    "shm_ring shm_mailbox sumtree_kernels sumtree_numba chunk_store nstep rate_limiter batch"
-    " metrics supervisor",
-    "replay snapshot transport checkpoint",
+    "shm_ring shm_mailbox sumtree_kernels sumtree_numba chunk_store nstep transitions"
+    " sampling rate_limiter batch metrics supervisor"
+    " message_header experience_messages messages batch_packing",
+    "replay_core writer snapshot replay transport checkpoint",
     "shm_transport intake agent environments streams",
     "report screen terminal monitor recorders curve summary video checkpoints saved_policy presets"
     " preflight",
