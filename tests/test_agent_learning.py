@@ -237,9 +237,11 @@ def test_published_parameters_are_the_online_networks():
     np.testing.assert_array_equal(learner.flat_parameters(), learner.online.flat.numpy())
 
 
-def test_an_infinite_reward_stops_learning_before_it_spoils_the_parameters():
-    learner, batch = make(loss="squared"), batch_of(4)
-    batch["reward"][0] = np.inf
+@pytest.mark.parametrize("loss", ["huber", "squared"])
+@pytest.mark.parametrize("reward", [np.inf, np.nan])
+def test_an_infinite_reward_stops_learning_before_it_spoils_the_parameters(loss, reward):
+    learner, batch = make(loss=loss), batch_of(4)
+    batch["reward"][0] = reward
     before = flats(learner)
     with pytest.raises(ZapexError, match="not finite after 0 batches"):
         learner.learn(batch)

@@ -14,10 +14,12 @@ _OPS = torch.ops.mkldnn
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 AVAILABLE = bool(_HAS_ONEDNN) and hasattr(_OPS, "_convolution_pointwise")
 
+_SMALL = 1 << 16  # weights of a dense layer, below which one call costs more than it saves
+
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
     """relu(convolution) with `stride`, or relu(x weight^T + bias) where it is 0."""
-    if not AVAILABLE or x.device.type != "cpu":
+    if not _pays(weight):
         y = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
         return F.relu_(y)
     if torch.is_grad_enabled():
@@ -28,9 +30,14 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
 
 def packed(weight: Tensor, rows: int) -> Tensor:
     """A dense layer's `weight`, laid out to multiply `rows` rows at a time; has no gradient."""
-    if AVAILABLE and weight.device.type == "cpu":
+    if _pays(weight):
         weight = _OPS._reorder_linear_weight(weight.detach(), rows)
     return weight
+
+
+def _pays(weight: Tensor) -> bool:
+    is_small = weight.ndim == 2 and weight.numel() < _SMALL
+    return AVAILABLE and weight.device.type == "cpu" and not is_small
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:

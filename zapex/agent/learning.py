@@ -9,6 +9,7 @@ while True:
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,7 +79,8 @@ class DQN:
         [B, *obs_shape] (images are best in channels_last memory), action [B], and float32 reward,
         discount (0 where the episode ended) and weights [B]. The target is
         reward + discount * Q_target(next_obs, argmax_a Q_online(next_obs, a)).
-        Raises ZapexError, with the parameters unchanged, when the gradient is not finite.
+        Raises ZapexError, with the parameters unchanged, when the loss or its gradient is not
+        finite.
         """
         enter("forward")
         online, device = self.online, self.online.device
@@ -95,17 +97,20 @@ class DQN:
             bootstrap = self.target(next_obs).gather(1, greedy).squeeze(1)
             target = reward + discount * bootstrap
         q = online(obs).gather(1, action.unsqueeze(1)).squeeze(1)
-        td = target - q
-        loss = (weights * self._loss_of(td)).mean()
+        with torch.no_grad():
+            td = target - q
+            slope = td.clamp(-1.0, 1.0) if self._loss == "huber" else td
+            loss = (weights * slope * (td - 0.5 * slope)).mean()
         enter("backward")
-        gradients = torch.autograd.grad(loss, list(online.leaves.values()))
+        pull = weights * slope / -len(td)  # the loss's derivative by q
+        gradients = torch.autograd.grad(q, list(online.leaves.values()), pull)
         online.gather_gradients(gradients, self._gradient_views)
         enter("optimiser")
-        norm = float(torch.linalg.vector_norm(self.gradient))
-        if not np.isfinite(norm):
+        td_loss, norm = torch.stack((loss, torch.linalg.vector_norm(self.gradient))).tolist()
+        if not math.isfinite(td_loss + norm):
             raise ZapexError(
-                f"the gradient is not finite after {self.batches} batches: lower lr, or look for "
-                "infinite rewards or observations"
+                f"the loss or its gradient is not finite after {self.batches} batches: lower lr, "
+                "or look for infinite rewards or observations"
             )
         clip = self._max_grad_norm
         self.optimiser.step(clip / norm if 0.0 < clip < norm else 1.0)
@@ -113,22 +118,13 @@ class DQN:
         self.batches += 1
         if self.batches % self._target_period == 0:
             self.target.load_flat(online.flat)
-        td = td.detach()
-        facts = torch.cat((torch.stack((loss.detach(), q.detach().mean(), td.abs().mean())), td))
-        numbers = facts.cpu().numpy()
-        return numbers[3:], {
-            "td_loss": float(numbers[0]),
-            "q_values": float(numbers[1]),
-            "td_error": float(numbers[2]),
+        td_errors = td.cpu().numpy()
+        return td_errors, {
+            "td_loss": td_loss,
+            "q_values": float(q.detach().mean()),
+            "td_error": float(np.abs(td_errors).mean()),
             "gradient_norm": norm,
         }
-
-    def _loss_of(self, td: Tensor) -> Tensor:
-        square = 0.5 * td * td
-        if self._loss == "squared":
-            return square
-        size = td.abs()
-        return torch.where(size <= 1.0, square, size - 0.5)
 
     def flat_parameters(self) -> np.ndarray:
         """The online parameters, float32 [n]: on a CPU the live memory itself, else a copy."""
