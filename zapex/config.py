@@ -191,6 +191,11 @@ class Config:
                 f"--learning-starts must be at most --capacity ({replay.capacity:,}), "
                 f"got {replay.learning_starts:,}: no learning would ever start"
             )
+        if replay.n_step > replay.capacity:
+            raise ConfigError(
+                f"--n-step must be at most --capacity ({replay.capacity:,}), got {replay.n_step}: "
+                "no chunk would fit"
+            )
         if batch_size > replay.learning_starts:
             raise ConfigError(
                 f"--batch-size must be at most --learning-starts ({replay.learning_starts:,}), "

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.rate_limiter import RateLimiter
+from zapex.rate_limiter import LimiterConfig, RateLimiter
 from zapex.replay import PrioritizedReplay
 from zapex.schema import ACTOR, COMMITTED, COUNT, GRANTED, INCARNATION, SEQUENCE, STATE
 from zapex.transport import ExperienceSource
@@ -12,34 +12,42 @@ from zapex.transport import ExperienceSource
 class Intake:
     """Takes over committed chunks and grants free slots; `do_work()` is one look at everything.
 
-    An actor of S streams gets S slots whenever it holds fewer than that, so at most 2 S are out with
-    it. The limiter is charged when slots are granted and refunded when a chunk comes back short.
+    An actor of S streams gets S slots whenever it holds fewer than that, so at most 2 S are out
+    with it. The limiter is charged when slots are granted, and refunded when a chunk comes back
+    short.
+
+    On memory that was in use, whole chunks that nobody took over are taken over now, and what is
+    granted stays so until its actor's life is known.
     """
 
     def __init__(
         self,
         source: ExperienceSource,
         replay: PrioritizedReplay,
-        limiter: RateLimiter,
+        limiter: LimiterConfig,
         *,
         actors: int,
         streams_per_actor: int,
     ) -> None:
-        self._source, self._replay, self._limiter = source, replay, limiter
+        self._source, self._replay = source, replay
         self._streams = streams_per_actor
         self._chunk = replay.layout.chunk
         self.charge = self._streams * self._chunk  # transitions that one grant may bring
         self._incarnations = [0] * actors
         self._granted: list[set[int]] = [set() for _ in range(actors)]
         self.inserted = self.evicted = self.refused = 0
-        # Attached to memory that was in use: whole chunks that nobody took over are taken now,
-        # and what is granted stays so until its actor's life is known.
         rows = replay.store.header_rows
-        committed = np.flatnonzero(rows[:, STATE] == COMMITTED)
+        # One look at all states: who commits meanwhile is granted here, and heard through its link.
+        states = rows[:, STATE].copy()
+        committed = np.flatnonzero(states == COMMITTED)
         for slot in committed[np.argsort(rows[committed, SEQUENCE])].tolist():
             self.inserted += replay.accept(slot)
-        for slot in np.flatnonzero(rows[:, STATE] == GRANTED).tolist():
+        granted = np.flatnonzero(states == GRANTED).tolist()
+        for slot in granted:
             self._granted[int(rows[slot, ACTOR])].add(slot)
+        self.limiter = RateLimiter(
+            limiter, committed=len(replay), granted=len(granted) * self._chunk
+        )
 
     @property
     def waiting(self) -> list[int]:
@@ -81,8 +89,8 @@ class Intake:
             self._reclaim([slot])
             return
         self.inserted += self._replay.accept(slot)
-        self._limiter.commit(count)
-        self._limiter.refund(self._chunk - count)
+        self.limiter.commit(count)
+        self.limiter.refund(self._chunk - count)
 
     def _take_back(self, actor: int, incarnation: int) -> None:
         """What former lives of an actor held: whole chunks are taken over, the rest is free again.
@@ -101,17 +109,17 @@ class Intake:
     def _reclaim(self, slots: list[int]) -> None:
         self._replay.ledger.reclaim(slots)
         for _ in slots:
-            self._limiter.refund(self._chunk)
+            self.limiter.refund(self._chunk)
 
     def _grant(self, actor: int) -> int:
         """A full credit for an actor, or nothing."""
         ledger, incarnation = self._replay.ledger, self._incarnations[actor]
-        if ledger.free < self._streams or not self._limiter.can_insert(self.charge):
+        if ledger.free < self._streams or not self.limiter.can_insert(self.charge):
             return 0
         if not self._source.has_room(actor, self._streams):
             return 0
         slots: NDArray[np.int64] = ledger.grant(self._streams, actor, incarnation)
         self._granted[actor].update(slots.tolist())
-        self._limiter.insert(self.charge)
+        self.limiter.insert(self.charge)
         self._source.grant(actor, incarnation, slots)
         return 1

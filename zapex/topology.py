@@ -12,9 +12,9 @@ import numpy as np
 from zapex.agent.architecture import parameter_count
 from zapex.config import Config
 from zapex.environments import EnvironmentSpec
-from zapex.rate_limiter import LimiterConfig, RateLimiter
+from zapex.rate_limiter import LimiterConfig
 from zapex.replay import PrioritizedReplay, ReplayLayout
-from zapex.schema import GRANTED, STATE, BatchLayout
+from zapex.schema import BatchLayout
 from zapex.shm_transport import EVALUATION_FIELDS, Host, HostPlan
 
 if TYPE_CHECKING:
@@ -227,19 +227,16 @@ def make_replay(run: Run, host: Host) -> DutyCycle:
         chunk=layout.chunk,
         buffer=host.experience,
     )
-    granted = int((replay.store.header_rows[:, STATE] == GRANTED).sum())
-    limiter = RateLimiter(run.limiter, committed=len(replay), granted=granted * layout.chunk)
     source, sink = host.experience_source(), host.sample_sink()
     intake = Intake(
         source,
         replay,
-        limiter,
+        run.limiter,
         actors=host.plan.actors,
         streams_per_actor=host.plan.envs_per_actor,
     )
     return ReplayServer(
         replay,
-        limiter,
         intake,
         source,
         sink,

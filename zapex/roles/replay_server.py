@@ -2,7 +2,6 @@
 
 from zapex.intake import Intake
 from zapex.metrics import LIMITER_STATES, RoleMetrics
-from zapex.rate_limiter import RateLimiter
 from zapex.replay import Method, PrioritizedReplay
 from zapex.transport import ExperienceSource, SampleSink
 
@@ -16,7 +15,6 @@ class ReplayServer:
     def __init__(
         self,
         replay: PrioritizedReplay,
-        limiter: RateLimiter,
         intake: Intake,
         source: ExperienceSource,
         sink: SampleSink,
@@ -25,10 +23,11 @@ class ReplayServer:
         batch_size: int,
         method: Method,
     ) -> None:
-        self._replay, self._limiter, self._intake = replay, limiter, intake
+        self._replay, self._limiter, self._intake = replay, intake.limiter, intake
         self._source, self._sink, self._metrics = source, sink, metrics
         self._batch_size, self._method = batch_size, method
-        self._sampled = 0
+        self._released = 0
+        self._counted: dict[str, int] = {}
         metrics.enter("other")
         metrics.set("capacity", replay.layout.capacity)
 
@@ -36,7 +35,8 @@ class ReplayServer:
         """Everything that there is to do now; how much it was."""
         metrics = self._metrics
         metrics.enter("insert")
-        work = self._intake.do_work(self._sink.issued, self._sink.released)
+        self._released = self._sink.released
+        work = self._intake.do_work(self._sink.issued, self._released)
         metrics.enter("update")
         for keys, priorities in self._sink.updates():
             self._replay.update_priorities(keys, priorities)
@@ -61,6 +61,8 @@ class ReplayServer:
             self._source.ready()
             or self._sink.ready()
             or (self._sink.requests() > 0 and self._limiter.can_sample(self._batch_size))
+            # Slots that actors wait for may be out of quarantine now.
+            or (self._sink.released > self._released and bool(self._intake.waiting))
         )
 
     def close(self) -> None:
@@ -70,11 +72,17 @@ class ReplayServer:
 
     def _publish_counts(self) -> None:
         metrics, replay = self._metrics, self._replay
-        for name, value in {
+        counted = {
             "inserted": self._intake.inserted,
             "evicted": self._intake.evicted,
             "updates_applied": replay.updates_applied,
             "updates_stale": replay.updates_stale,
+        }
+        for name, count in counted.items():
+            # What a former life counted stays.
+            metrics.add(name, count - self._counted.get(name, 0))
+        self._counted = counted
+        for name, value in {
             "live": len(replay),
             "bytes_used": replay.ledger.counts["live"] * replay.store.layout.body_bytes,
             **{f"slots_{state}": count for state, count in replay.ledger.counts.items()},
