@@ -18,22 +18,25 @@ from zapex.curve import draw
 from zapex.environments import EnvironmentSpec
 from zapex.errors import CheckpointError, ConfigError
 from zapex.monitor import Monitor
-from zapex.report import Evaluation, RunFacts, Snapshot
+from zapex.report import Evaluation, RunFacts
 from zapex.shm_segment import Populator, Segment
 from zapex.shm_transport import EVALUATION_FIELDS, Host
 from zapex.summary import summary
 from zapex.supervisor import (
+    Died,
     Exited,
     GaveUp,
     ProcessSpec,
     Started,
     Supervisor,
 )
-from zapex.terminal import open_view, print_lines
+from zapex.terminal import LivePicture, open_view, print_lines
 from zapex.topology import Clock, Run, make_role, thread_environment, totals_of
 
 _TICK_S = 0.1
-_GRACE_S = 4.0  # of the five seconds within which everything is over
+_GRACE_S = 3.5  # of the five seconds within which everything is over, the curve drawn too
+_ROUNDS_A_LOOK = 16  # inline, at limits: a count, so that a run ends where its twin does
+_FIRSTS = {"first_step_s": ("actor", "steps"), "first_batch_s": ("learner", "batches")}
 
 
 def train(config: Config, spec: EnvironmentSpec) -> int:
@@ -72,11 +75,25 @@ class _Session:
         self.started_ns = _command_started_ns()
         self.reason = ""
         self.failed = False
+        self.firsts: dict[str, float] = {}
+        self.deaths: list[str] = []
 
     # What both ways to run have in common.
 
-    def _monitor(self, host: Host, clock: Clock | None = None) -> Monitor:
+    @contextlib.contextmanager
+    def _watched(self, host: Host) -> Iterator[Monitor]:
+        """A monitor of all roles; whatever happens, the terminal is given back."""
+        monitor = self._monitor(host)
+        try:
+            yield monitor
+        except BaseException:
+            monitor.close()
+            raise
+
+    def _monitor(self, host: Host) -> Monitor:
         config, spec, plan = self.run.config, self.run.spec, self.plan
+        view = open_view(config.run.plain)
+        self.live = isinstance(view, LivePicture)
         column = plan.replay.schema.columns["obs"]
         facts = RunFacts(
             environment=spec.env_id,
@@ -95,13 +112,17 @@ class _Session:
         return Monitor(
             facts,
             [(name, host.metrics(name)) for name, _ in plan.roles],
-            open_view(config.run.plain),
+            view,
             [recorders.JsonLines(self.run.run_dir), recorders.TensorBoard(self.run.run_dir)],
             evaluations=recorders.read_evaluations(self.run.run_dir) if self.base else (),
         )
 
     def _collect(self, host: Host, monitor: Monitor) -> None:
-        """Episodes and evaluations that came in."""
+        """Episodes and evaluations that came in, and whether somebody has just begun to work."""
+        for first, (wanted, counter) in _FIRSTS.items():
+            blocks = [host.metrics(name) for name, role in self.plan.roles if role == wanted]
+            if first not in self.firsts and any(b.snapshot(alive=False)[counter] for b in blocks):
+                self.firsts[first] = (time.perf_counter_ns() - self.started_ns) / 1e9
         for i in range(self.plan.actors):
             consumer = host.ring(f"episodes {i}").consumer()
             monitor.add_episodes(consumer.take(consumer.ring.capacity))
@@ -123,24 +144,31 @@ class _Session:
             if target is not None and evaluation.mean >= target:
                 self.reason = f"the mean return of an evaluation reached {target:g}"
 
-    def _check_limits(self, snapshot: Snapshot | None) -> None:
+    def _check_limits(self, frames: float, wall_s: float) -> None:
         limits = self.run.config.run
-        if snapshot is None or self.reason:
+        if self.reason:
             return
-        if limits.max_frames and snapshot.totals["frames"] >= limits.max_frames:
+        if limits.max_frames and frames >= limits.max_frames:
             self.reason = f"{limits.max_frames:,} frames are played"
-        elif limits.max_minutes and snapshot.wall_s >= 60 * limits.max_minutes:
+        elif limits.max_minutes and wall_s >= 60 * limits.max_minutes:
             self.reason = f"{limits.max_minutes:g} minutes are over"
 
     def _finish(self, monitor: Monitor) -> int:
+        run, spec = self.run.config.run, self.run.spec
         snapshot = monitor.close()
+        if self.live:  # the picture had room for their first lines only
+            print("".join(f"{death}\n" for death in self.deaths), end="", file=sys.stderr)
         recorders.write_result(
-            self.run.run_dir, snapshot, self.reason, seed=self.run.config.run.seed
+            self.run.run_dir, snapshot, self.reason, seed=run.seed, startup=self.firsts
         )
         picture = None
-        with contextlib.suppress(ConfigError):  # no matplotlib, or no game ended yet
-            picture = draw(self.run.run_dir, references=self.run.spec.references)
-        print_lines(summary(snapshot, self.reason, picture), self.run.config.run.plain)
+        try:
+            title = f"{spec.env_id}, preset {run.preset}, seed {run.seed}"
+            picture = draw(self.run.run_dir, references=spec.references, title=title)
+        except ConfigError as error:  # no matplotlib, or no game ended yet
+            print(f"no learning curve: {error}")
+        saved = checkpoint.latest(self.run.run_dir) is not None
+        print_lines(summary(snapshot, self.reason, picture, saved), run.plain)
         return int(self.failed)
 
     # Everything in one process and one thread.
@@ -156,25 +184,25 @@ class _Session:
         names = [name for name, _ in self._wanted_roles()]
         for name in names:
             host.set_life(name, 1)
-        with Supervisor() as supervisor:
+        with Supervisor() as supervisor, self._watched(host) as monitor:
             supervisor.install_signal_handlers()
             # The learner first: actors wait for its parameters.
             names.sort(key=lambda name: name != "learner")
             roles = [make_role(name, self.run, host, 1, clock, totals) for name in names]
-            monitor = self._monitor(host)
             while not self.reason:
                 for role in roles:
                     role.do_work()
                 rounds += 1
                 self._collect(host, monitor)
-                self._check_limits(monitor.tick())
-                limit = self.run.config.run.max_frames
-                if limit and rounds % 16 == 0 and totals()["frames"] >= limit:
-                    self.reason = f"{limit:,} frames are played"
+                monitor.tick()
+                if rounds % _ROUNDS_A_LOOK == 0:
+                    now = totals()
+                    self._check_limits(now["frames"], now["wall_s"])
                 if supervisor.stop_signal is not None:
                     self.reason = f"stopped by {supervisor.stop_signal.name}"
             for role in roles:
                 role.close()
+            self._collect(host, monitor)
         for fd in eventfds:
             os.close(fd)
         return self._finish(monitor)
@@ -196,25 +224,29 @@ class _Session:
         host = Host(self.plan, control.buffer, experience.buffer, eventfds, create=True)
         control.populate()
         populator = Populator(experience)
-        monitor = self._monitor(host)
-        with Supervisor(on_death=lambda event: host.set_life(event.name, 0)) as supervisor:
+        with (
+            Supervisor(on_death=lambda event: host.set_life(event.name, 0)) as supervisor,
+            self._watched(host) as monitor,
+        ):
             supervisor.install_signal_handlers()
-            for spec in self._process_specs(control.fd, experience.fd, eventfds):
-                self._tell(monitor, host, supervisor.start(spec))
-            populator.start()
             try:
+                for spec in self._process_specs(control.fd, experience.fd, eventfds):
+                    self._tell(monitor, host, supervisor.start(spec))
+                populator.start()
                 while not self.reason:
                     for event in supervisor.poll(_TICK_S):
                         self._tell(monitor, host, event)
                     self._collect(host, monitor)
-                    self._check_limits(monitor.tick())
+                    snapshot = monitor.tick()
+                    if snapshot is not None:
+                        self._check_limits(snapshot.totals["frames"], snapshot.wall_s)
                     if supervisor.stop_signal is not None:
                         self.reason = f"stopped by {supervisor.stop_signal.name}"
             finally:
                 for event in supervisor.shutdown(_GRACE_S):
                     self._tell(monitor, host, event)
                 populator.stop()
-        self._collect(host, monitor)
+            self._collect(host, monitor)
         return self._finish(monitor)
 
     def _process_specs(
@@ -252,6 +284,8 @@ class _Session:
         if isinstance(event, Exited) and self.reason:
             return
         monitor.message(str(event))
+        if isinstance(event, Died):
+            self.deaths.append(str(event))
         if isinstance(event, GaveUp):
             self.failed = True
             self.reason = str(event)

@@ -10,13 +10,16 @@ _LABEL: Final = 11
 _QUIET, _STRONG = "bright_black", "bold"
 
 
-def summary(snapshot: Snapshot, reason: str, curve: Path | None = None) -> list[Line]:
+def summary(
+    snapshot: Snapshot, reason: str, curve: Path | None = None, saved: bool = True
+) -> list[Line]:
     """The closing lines, styled like the picture's.
 
     Args:
         snapshot: the last one, of `Monitor.close()`: its rates and shares are the session's.
         reason: why the run ended, for example "ten minutes are over".
         curve: where the learning curve was drawn.
+        saved: there is a checkpoint to play and to go on with.
     """
     facts, totals = snapshot.facts, snapshot.totals
     lines: list[Line] = [
@@ -47,8 +50,11 @@ def summary(snapshot: Snapshot, reason: str, curve: Path | None = None) -> list[
         lines.append(_line("run", str(run)))
         if curve is not None:
             lines.append(_line("curve", str(curve)))
-        lines.append(_command("watch", f"zapex eval {run} --episodes 5 --video game.mp4"))
-        lines.append(_command("go on", f"zapex train --resume {run}"))
+        if saved:
+            lines.append(_command("watch", f"zapex eval {run} --episodes 5 --video game.mp4"))
+            lines.append(_command("go on", f"zapex train --resume {run}"))
+        else:
+            lines.append(_line("", "it ended before there was anything to save"))
         lines.append(_command("inspect", f"tensorboard --logdir {run}"))
     return lines
 

@@ -336,7 +336,8 @@ class Supervisor:
         child.popen = None  # first: the signal handler may not meet a closed pidfd
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
-        obeyed = self._closing and status == -signal.SIGTERM
+        # Whoever signals a whole group reaches the children before we do.
+        obeyed = self._stopping and status == -signal.SIGTERM
         end: Exited | Died
         if status == 0 or obeyed:
             end = Exited(name, popen.pid, child.incarnation)
