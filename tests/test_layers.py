@@ -1,29 +1,24 @@
-"""Imports point down, and nothing in zapex/ makes code out of bytes."""
+"""Imports point down (docs/architecture.md), and nothing makes code out of bytes."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "zapex"
-# docs/architecture.md draws these. A module may import from its own layer and from those before
-# it; inside a layer a cycle is the only thing forbidden.
-LAYERS = (
-    "version errors text checked config schema spaces arguments atari_scores",
-    "jit atomics machine shm_segment idle lives simd",
-    "shm_ring shm_mailbox sumtree_kernels sumtree_numba chunk_store nstep transitions"
-    " sampling rate_limiter batch metrics supervisor"
-    " message_header experience_messages messages batch_packing",
-    "replay_core writer snapshot replay transport checkpoint",
-    "shm_transport intake agent environments streams",
-    "report screen terminal monitor recorders curve summary video checkpoints saved_policy presets"
-    " preflight",
-    "roles",
-    "launch topology child",
-    "flags cli __main__",
-)
-LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+# A module may import from its own layer and from lower ones; inside a layer only a circle of
+# imports at once is forbidden.
+LAYER_OF = {
+    name.rstrip("/"): int(level)
+    for level, names in re.findall(
+        r"^\| L(\d) \| (.*?) \|",
+        (PACKAGE.parent / "docs/architecture.md").read_text(),
+        re.M,
+    )
+    for name in re.findall(r"`(.*?)`", names)
+}
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"eval", "exec", "allow_pickle", "recv_pyobj", "send_pyobj", "read_pickle"}
 
@@ -41,35 +36,34 @@ def modules() -> dict[str, ast.Module]:
 TREES = modules()
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """Every import in a tree: (dotted name, is it needed when the module runs).
+def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Every import in a tree: (dotted name, "at once" or, inside a function, "later").
 
-    Imports inside functions count; those under `if TYPE_CHECKING` come with False.
+    Those under `if TYPE_CHECKING` are "never".
     """
-    typing_only = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+    when = dict.fromkeys(ast.walk(tree), "at once")
     for node in ast.walk(tree):
-        runs = node not in typing_only
+        if isinstance(node, ast.FunctionDef):
+            when |= dict.fromkeys(ast.walk(node), "later")
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            when |= dict.fromkeys(ast.walk(node), "never")
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, runs) for alias in node.names)
+            yield from ((alias.name, when[node]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute here"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 inner = full.removeprefix("zapex.") in TREES and full.startswith("zapex.")
-                yield (full if inner else str(node.module)), runs
+                yield (full if inner else str(node.module)), when[node]
 
 
-def zapex_imports(name: str, only_running: bool = False) -> set[str]:
-    """Modules of zapex that module `name` imports, without the leading zapex."""
+def zapex_imports(name: str, *times: str) -> set[str]:
+    """Modules of zapex that module `name` imports (at these times), without the leading zapex."""
     found = {
         full.removeprefix("zapex").removeprefix(".")
-        for full, runs in imports(TREES[name])
-        if full.split(".")[0] == "zapex" and (runs or not only_running)
+        for full, when in imports(TREES[name])
+        if full.partition(".")[0] == "zapex" and (not times or when in times)
     }
     return found - {"", name}
 
@@ -78,9 +72,10 @@ def package_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_every_module_has_a_layer() -> None:
-    unknown = {package_of(name) for name in TREES if name} - LAYER_OF.keys()
-    assert not unknown, f"say in tests/test_layers.py and docs/architecture.md where {unknown} are"
+def test_the_table_of_layers_names_every_module_and_no_other() -> None:
+    modules = {package_of(name) for name in TREES if name}
+    assert not modules - LAYER_OF.keys(), "docs/architecture.md does not say where these are"
+    assert not LAYER_OF.keys() - modules, "docs/architecture.md names what does not exist"
 
 
 @pytest.mark.parametrize("name", [name for name in TREES if package_of(name) in LAYER_OF])
@@ -92,7 +87,7 @@ def test_imports_point_down(name: str) -> None:
 
 
 def test_imports_make_no_cycle() -> None:
-    graph = {name: zapex_imports(name, only_running=True) & TREES.keys() for name in TREES if name}
+    graph = {name: zapex_imports(name, "at once") & TREES.keys() for name in TREES if name}
     while graph:
         free = {name for name, needs in graph.items() if not needs & graph.keys()}
         assert free, f"these import each other in a circle: {sorted(graph)}"

@@ -64,7 +64,7 @@ def test_the_wheel_asks_for_everything_that_zapex_imports(wheel: Path) -> None:
     declared = {Requirement(text).name.lower().replace("_", "-") for text in asked}
     distributions = metadata.packages_distributions()
     for name, tree in TREES.items():
-        for module in {full.partition(".")[0] for full, runs in imports(tree) if runs}:
+        for module in {full.partition(".")[0] for full, when in imports(tree) if when != "never"}:
             if module not in sys.stdlib_module_names and module != "zapex":
                 needed = {dist.lower().replace("_", "-") for dist in distributions[module]}
                 # Numba says itself which llvmlite it takes.
