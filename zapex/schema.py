@@ -18,12 +18,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from zapex.errors import SchemaError
+
+if TYPE_CHECKING:
+    import gymnasium
 
 NO_FRAME = 0xFFFF
 MAX_CHUNK = 256  # a key has 8 bits for the offset in a chunk
@@ -163,6 +166,34 @@ class Schema:
 
     def __hash__(self) -> int:
         return self.hash
+
+    @classmethod
+    def from_spaces(
+        cls,
+        observation_space: "gymnasium.Space[Any]",
+        action_space: "gymnasium.Space[Any]",
+        n_step: int = 3,
+        gamma: float = 0.99,
+        extra: Mapping[str, Column] | None = None,
+        stack: int | Mapping[str, int] | None = None,
+    ) -> "Schema":
+        """The schema of one environment (of vector environments: its `single_` spaces).
+
+        stack: how many successive frames an observation is made of, at its first or last axis; a
+        mapping for Dict observations; 1 for none. None: found by the shape, which is refused where
+        it could be either axis or colours. Images of 32 pixels and more are looked at; say stack=1
+        where such an axis is not time. A writer checks that it is.
+
+        Raises SchemaError.
+        """
+        from zapex.spaces import observation_columns, plain_column
+
+        columns = observation_columns(observation_space, stack)
+        columns["action"] = plain_column(action_space, "action")
+        taken = sorted(columns.keys() & (extra or {}).keys())
+        if taken:
+            raise SchemaError(f"extra columns {taken} have the names of the spaces' own")
+        return cls({**columns, **(extra or {})}, n_step, gamma)
 
     @classmethod
     def from_description(cls, facts: Mapping[str, Any]) -> "Schema":
