@@ -8,6 +8,7 @@ Ownership moves, and is never shared:
     free --grant--> granted --commit--> committed --accept--> live --evict--> evicted --> free
     replay          an actor's          replay's              replay's        quarantine
 
+(A writer in the replay's own process fills a slot that is live from the start: `open`, `close`.)
 The replay owns every move but `commit`, which is the actor's one store. An eviction bumps the
 generation, so a key taken before it no longer fits; the slot then waits in quarantine until the
 learner has released every answer issued before.
@@ -19,7 +20,7 @@ Key: shard 8 bits | generation 28 | slot 19 | offset 8; never negative; -1 is no
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -236,7 +237,7 @@ class ChunkStore:
         self.header_rows = self.headers.reshape(slots, HEADER_WORDS)
         longest = max(c.item_bytes for c in layout.schema.obs_columns.values())
         self._zeros = np.zeros(longest, np.uint8)
-        self._tables: dict[BatchLayout, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._arguments: dict[int, tuple[BatchLayout, tuple[Any, ...]]] = {}
 
     @staticmethod
     def required_bytes(layout: ChunkLayout, slots: int) -> int:
@@ -290,15 +291,22 @@ class ChunkStore:
             keys.min() < 0 or slots.max() >= self.slots or offsets.max() >= self.layout.chunk
         ):
             raise IndexError("a key points outside of the store")
-        tables = self._tables.get(layout)
-        if tables is None:
-            tables = self._tables[layout] = gather_tables(self.layout, layout)
+        return gather_kernel(keys, *self.gather_arguments(layout), memory, out_keys)
+
+    def gather_arguments(self, layout: BatchLayout) -> tuple[Any, ...]:
+        """What `gather_kernel` takes between the keys and the batch's memory."""
+        # By identity: hashing a layout takes longer than copying a small batch.
+        known = self._arguments.get(id(layout))
+        if known is not None:
+            return known[1]
         sections = self.layout.sections
-        return gather_kernel(
-            keys, self.mem, self.mem16, self.headers, self.bodies_offset, self.layout.body_bytes,
+        found = (
+            self.mem, self.mem16, self.headers, self.bodies_offset, self.layout.body_bytes,
             sections["obs_frames"].offset, sections["next_obs_frames"].offset,
-            self.layout.schema.stack, *tables, self._zeros, memory, out_keys,
+            self.layout.schema.stack, *gather_tables(self.layout, layout), self._zeros,
         )  # fmt: skip
+        self._arguments[id(layout)] = layout, found
+        return found
 
 
 class SlotLedger:
@@ -323,6 +331,9 @@ class SlotLedger:
         self._commit_sequence = int(rows[:, COMMIT_SEQUENCE].max(initial=0)) + 1
         self._grant_sequence = int(rows[:, GRANT_SEQUENCE].max(initial=0)) + 1
         self.live_transitions = int(rows[live, COUNT].sum())
+        self.on_evict: Callable[[int], None] | None = (
+            None  # called before a slot's bytes may change
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -337,9 +348,25 @@ class SlotLedger:
         return len(self._free)
 
     @property
+    def free_slots(self) -> list[int]:
+        """Free slots, the next to be granted first."""
+        return list(self._free)
+
+    def free_in_order(self, slots: Iterable[int]) -> None:
+        """Grant these free slots first, in this order."""
+        there = set(self._free)
+        first = [slot for slot in dict.fromkeys(slots) if slot in there]
+        self._free = deque(first + [slot for slot in self._free if slot not in set(first)])
+
+    @property
     def oldest(self) -> int | None:
         """The live slot that goes first."""
         return self._fifo[0] if self._fifo else None
+
+    @property
+    def live(self) -> list[int]:
+        """Live slots that can be evicted, oldest first."""
+        return list(self._fifo)
 
     def grant(
         self, count: int, actor: int, incarnation: int, state: int = GRANTED
@@ -357,18 +384,36 @@ class SlotLedger:
 
     def accept(self, slot: int) -> int:
         """Take over a committed slot: it is live now. Returns how many transitions it holds."""
-        header = self.store.header_rows[slot]
-        header[COMMIT_SEQUENCE] = self._commit_sequence
-        self._commit_sequence += 1
+        self._stamp(slot)
         _set_state_kernel(self.store.headers, slot, LIVE)
         self._fifo.append(slot)
-        count = int(header[COUNT])
+        count = int(self.store.header_rows[slot, COUNT])
         self.live_transitions += count
         return count
+
+    def open(self) -> int:
+        """A free slot that is live while it is filled; not evicted before `close`.
+
+        Its rows can be drawn as COUNT grows; whoever fills it adds them to `live_transitions`.
+        """
+        (slot,) = self.grant(1, 0, 0, LIVE).tolist()
+        self._stamp(slot)  # a process that dies leaves it closed, in this order
+        return int(slot)
+
+    def close(self, slot: int) -> None:
+        """An open slot is full, or will not be filled further: the FIFO may evict it."""
+        self._stamp(slot)
+        self._fifo.append(slot)
+
+    def _stamp(self, slot: int) -> None:
+        self.store.header_rows[slot, COMMIT_SEQUENCE] = self._commit_sequence
+        self._commit_sequence += 1
 
     def evict(self, issued: int) -> tuple[int, int]:
         """The oldest live slot into quarantine: it and how many transitions went."""
         slot = self._fifo.popleft()
+        if self.on_evict is not None:
+            self.on_evict(slot)
         count = int(self.store.header_rows[slot, COUNT])
         _evict_kernel(self.store.headers, slot)
         self._quarantine.append((issued, slot))

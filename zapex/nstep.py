@@ -276,6 +276,28 @@ def flush_kernel(words: Any, streams: Any, headers: Any, mem: Any, frame_table: 
             _close(i, words, streams, headers, mem, frame_table, overlap, pending_frames, closed)
 
 
+def flat_observations(
+    schema: Schema, obs: dict[str, NDArray[Any]], rows: int
+) -> tuple[NDArray[np.uint8], ...]:
+    """Each observation column as contiguous bytes, the stack axis first.
+
+    Raises SchemaError for another shape than (rows, *space shape) or another dtype.
+    """
+    flat = []
+    for name, column in schema.obs_columns.items():
+        array = obs[name]
+        wanted = (rows, *column.value_shape)
+        if array.shape != wanted or array.dtype != column.dtype:
+            raise SchemaError(
+                f"{name} must be {np.dtype(column.dtype)} of shape {wanted}, "
+                f"got {array.dtype} of shape {array.shape}"
+            )
+        if column.stack > 1 and column.stack_axis == -1:
+            array = np.moveaxis(array, -1, 1)
+        flat.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return tuple(flat)
+
+
 class ChunkBuilder:
     """Steps of `num_streams` streams into chunks, in slots that the caller provides.
 
@@ -367,22 +389,6 @@ class ChunkBuilder:
         self._mem32 = store.mem.view(np.float32)
         self._begun = self._added = 0
 
-    def _flat_obs(self, obs: dict[str, NDArray[Any]]) -> tuple[NDArray[np.uint8], ...]:
-        """Each observation column as contiguous bytes, the stack axis first. Checks the shapes."""
-        flat = []
-        for name, column in self.schema.obs_columns.items():
-            array = obs[name]
-            wanted = (self.num_streams, *column.value_shape)
-            if array.shape != wanted or array.dtype != column.dtype:
-                raise SchemaError(
-                    f"{name} must be {np.dtype(column.dtype)} of shape {wanted}, "
-                    f"got {array.dtype} of shape {array.shape}"
-                )
-            if column.stack > 1 and column.stack_axis == -1:
-                array = np.moveaxis(array, -1, 1)
-            flat.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        return tuple(flat)
-
     def _check_taken(self) -> None:
         assert self._words[_CLOSED] <= 2 * self.num_streams, "take_closed() was never called"
 
@@ -405,10 +411,10 @@ class ChunkBuilder:
         Returns S when done; less when it ran out of slots: provide some and call it again.
         """
         self._check_taken()
+        flat = flat_observations(self.schema, obs, self.num_streams)
         self._begun = begin_kernel(
-            self._begun, mask, self._flat_obs(obs), self._words, self._streams, self._headers,
-            self._mem, self._frame_table, self._overlap, self._pending_frames, self._spares,
-            self._closed,
+            self._begun, mask, flat, self._words, self._streams, self._headers, self._mem,
+            self._frame_table, self._overlap, self._pending_frames, self._spares, self._closed,
         )  # fmt: skip
         begun = self._begun
         self._begun %= self.num_streams
@@ -437,8 +443,9 @@ class ChunkBuilder:
         self._check_taken()
         if self._added == 0:
             self._words[_COMPLETED] = 0
+        flat = flat_observations(self.schema, next_obs, self.num_streams)
         self._added = add_kernel(
-            self._added, mask, flags, self._flat_obs(next_obs), self._staged_bytes, reward,
+            self._added, mask, flags, flat, self._staged_bytes, reward,
             nan if value is None else value, nan if next_value is None else next_value,
             nan if priority is None else priority, self._gammas, self._words, self._streams,
             self._headers, self._mem, self._mem16, self._mem32, self._frame_table,

@@ -1,119 +1,48 @@
-"""Prioritized replay: chunk store, sum tree, keys and importance weights in one memory."""
+"""Prioritized replay: the library's front door."""
 
+import os
 import threading
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from zapex.batch import Batch, aligned_zeros
-from zapex.chunk_store import NO_KEY, ChunkStore, SlotLedger, chunk_length, slots_needed
-from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
-from zapex.schema import (
-    COMMITTED,
-    COUNT,
-    MAX_CHUNK,
-    BatchLayout,
-    ChunkLayout,
-    Schema,
-    align,
-)
-from zapex.sumtree_numba import SumTree
+from zapex import arguments, snapshot
+from zapex.batch import Batch
+from zapex.errors import CheckpointError, ConfigError, NotEnoughData, ReplayError, SchemaError
+from zapex.rate_limiter import LimiterConfig, RateLimiter
+from zapex.replay_core import Draw, Method, ReplayCore, ReplayLayout, importance_weights
+from zapex.sampling import batch_kernel
+from zapex.schema import COUNT, BatchLayout, Schema
+from zapex.transitions import TransitionPacker
+from zapex.writer import Autoreset, Writer
 
+__all__ = ["Draw", "Method", "PrioritizedReplay", "ReplayLayout", "importance_weights"]
 
-Method = Literal["stratified", "independent", "without_replacement"]
+Normalise = Literal["batch", "memory"]
 
 
-@dataclass(frozen=True)
-class ReplayLayout:
-    """How a replay of `capacity` transitions of `streams` streams lies in memory."""
-
-    schema: Schema
-    capacity: int
-    streams: int = 1
-    chunk: int = 0  # transitions a chunk; 0: chosen
-
-    def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise ConfigError(f"capacity must be at least 1 transition, got {self.capacity}")
-        if not self.chunk:
-            chosen = chunk_length(self.capacity, self.streams, self.schema.n_step)
-            object.__setattr__(self, "chunk", chosen)
-        if not self.schema.n_step <= self.chunk <= MAX_CHUNK:
-            raise ConfigError(
-                f"chunk must be n_step ({self.schema.n_step}) to {MAX_CHUNK}, got {self.chunk}"
-            )
-
-    @property
-    def chunk_layout(self) -> ChunkLayout:
-        """Where everything lies in a chunk."""
-        return ChunkLayout(self.schema, self.chunk)
-
-    @property
-    def live_slots(self) -> int:
-        """Full chunks that hold `capacity` transitions."""
-        return -(-self.capacity // self.chunk)
-
-    @property
-    def slots(self) -> int:
-        """Slots, those on their way to and from the actors included."""
-        return slots_needed(self.capacity, self.chunk, self.streams)
-
-    @property
-    def store_bytes(self) -> int:
-        """Bytes of the slots alone."""
-        return ChunkStore.required_bytes(self.chunk_layout, self.slots)
-
-    @property
-    def tree_offset(self) -> int:
-        """Where the sum tree starts."""
-        return align(self.store_bytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole memory."""
-        return self.tree_offset + SumTree.required_bytes(self.slots * self.chunk)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What was sampled, before any experience is copied.
-
-    keys (B,) int64; leaves (B,) float64: the leaf values drawn; total: their sum over the memory;
-    count: transitions in the memory; smallest: the smallest positive leaf.
-    """
-
-    keys: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    leaves: NDArray[np.float64]
-    total: float
-    count: int
-    smallest: float
-
-
-def importance_weights(
-    leaves: NDArray[np.float64], total: float, count: int, smallest: float, beta: float,
-    normalise: str = "batch",
-) -> NDArray[np.float64]:  # fmt: skip
-    """(N q)^-beta over the largest of the batch or of the memory (Schaul et al. 2016, sec. 3.4).
-
-    leaves (B,): leaf values; q = leaf / total is the probability that was really used.
-    """
-    largest = leaves.min() if normalise == "batch" else smallest
-    # The factor (N / total)^-beta is in every weight and in the largest: it cancels.
-    del total, count
-    weights: NDArray[np.float64] = (leaves / largest) ** -beta
-    return weights
-
-
-class PrioritizedReplay:
+class PrioritizedReplay(ReplayCore):
     """Prioritized experience replay over chunks (Schaul et al. 2016; Horgan et al. 2018).
 
-    capacity: transitions. schema: their columns. alpha: how much priorities matter. eps: added to
-    each |priority|. buffer: memory to live in (uint8, cache-line aligned, `layout.nbytes`; zero
-    when new); what it holds is taken over. Public methods are thread-safe.
+    capacity: transitions, or where they share no frames, frames' worth: `stats()` says what fits.
+    schema: their columns. alpha: how much priorities matter. eps: added to each |priority|.
+    streams: about how many streams will write; chunks are the shorter the more there are.
+    min_size_to_sample: `sample` raises NotEnoughData below it.
+
+    samples_per_insert: how many transitions are drawn for each that comes in, 0 for any number.
+    Neither side gets more than `tolerance` samples ahead (0: chosen); where one would, it waits for
+    the other at most timeout_s and then raises ReplayError. In a single thread, ask `can_sample`.
+
+    buffer: memory to live in (uint8, cache-line aligned, `layout.nbytes`; zero when new); what it
+    holds is taken over. Public methods are thread-safe.
     """
+
+    _SETTINGS = (
+        "capacity", "schema", "alpha", "eps", "streams", "chunk", "min_size_to_sample",
+        "samples_per_insert", "tolerance", "timeout_s", "shard",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -123,131 +52,214 @@ class PrioritizedReplay:
         eps: float = 1e-6,
         seed: int | None = None,
         *,
-        streams: int = 1,
+        streams: int = 8,
         chunk: int = 0,
         min_size_to_sample: int = 1,
+        samples_per_insert: float = 0.0,
+        tolerance: int = 0,
+        timeout_s: float = 0.0,
         shard: int = 0,
         buffer: NDArray[np.uint8] | None = None,
     ) -> None:
-        if not 0.0 <= alpha <= 1.0:
-            raise ConfigError(f"alpha must be in 0..1, got {alpha}")
-        if not (eps >= 0.0 and np.isfinite(eps)):
-            raise ConfigError(f"eps must be finite and not negative, got {eps}")
-        self.layout = ReplayLayout(schema, capacity, streams, chunk)
-        memory = aligned_zeros(self.layout.nbytes) if buffer is None else buffer
-        self.store = ChunkStore(memory, self.layout.chunk_layout, self.layout.slots)
-        tree_buffer = memory[self.layout.tree_offset : self.layout.nbytes]
-        self.tree = SumTree.attach(self.store.num_indices, tree_buffer.data)
-        self.ledger = SlotLedger(self.store)
-        self.alpha, self.eps, self.shard = alpha, eps, shard
-        self.min_size_to_sample = min_size_to_sample
-        self.rng = np.random.default_rng(seed)
-        self.updates_applied = self.updates_stale = 0
-        self._lock = threading.RLock()
-        # The largest leaf so far: what a transition without a priority gets.
-        leaves = self.tree[np.arange(self.tree.capacity)]
-        self._largest_leaf = float(leaves.max(initial=0.0)) or self._leaf_value(1.0)
-        self._rows = np.arange(self.layout.chunk)
-
-    def _leaf_value(self, priority: float) -> float:
-        return float((abs(priority) + self.eps) ** self.alpha)
-
-    def _leaf_values(self, priorities: NDArray[Any]) -> NDArray[np.float64]:
-        """(|priority| + eps)^alpha; refuses NaN and infinities."""
-        magnitudes: NDArray[np.float64] = np.abs(priorities, dtype=np.float64)
-        if not np.isfinite(magnitudes).all():
-            raise InvalidPriority("priorities must be finite; got NaN or infinity: is the loss?")
-        leaves: NDArray[np.float64] = (magnitudes + self.eps) ** self.alpha
-        return leaves
-
-    def __len__(self) -> int:
-        return self.ledger.live_transitions
-
-    # The server's side: slots come and go.
-
-    def accept(self, slot: int) -> int:
-        """A committed slot becomes live: its transitions can be drawn. Returns their number."""
-        with self._lock:
-            state = self.store.state(slot)
-            assert state == COMMITTED, f"slot {slot} is in state {state}"
-            count = int(self.store.header_rows[slot, COUNT])
-            priorities = self.store.column(slot, "priority")[:count]
-            magnitudes = priorities.astype(np.float64)
-            # An actor's bad number must not stop the server: it counts as not given.
-            unknown = ~(magnitudes >= 0.0) | ~np.isfinite(magnitudes)
-            leaves = (np.where(unknown, 0.0, magnitudes) + self.eps) ** self.alpha
-            leaves[unknown] = self._largest_leaf
-            self.tree.update(slot * self.layout.chunk + self._rows[:count], leaves)
-            if count:
-                self._largest_leaf = max(self._largest_leaf, float(leaves.max()))
-            return self.ledger.accept(slot)
-
-    def evict_excess(self, issued: int = 0) -> int:
-        """FIFO: evict chunks until capacity holds; returns how many transitions went."""
-        evicted = 0
-        with self._lock:
-            while (
-                self.ledger.live_transitions > self.layout.capacity
-                or self.ledger.counts["live"] > self.layout.live_slots
-            ):
-                slot, count = self.ledger.evict(issued)
-                index = slot * self.layout.chunk + self._rows
-                self.tree.update(index, np.zeros(len(index)))
-                evicted += count
-        return evicted
-
-    def draw(self, batch_size: int, method: Method = "stratified") -> Draw:
-        """Sample keys by priority. Raises NotEnoughData before `min_size_to_sample`."""
-        with self._lock:
-            if len(self) < max(1, self.min_size_to_sample):
-                raise NotEnoughData(
-                    f"the replay holds {len(self)} transitions and samples from "
-                    f"{max(1, self.min_size_to_sample)} on: add more first"
-                )
-            indices, probabilities = self.tree.sample(batch_size, self.rng, method)
-            total = self.tree.total
-            return Draw(
-                self.store.keys_of(indices, self.shard),
-                indices,
-                probabilities * total,
-                total,
-                len(self),
-                self.tree.min_positive,
+        layout = ReplayLayout(schema, capacity, streams, chunk)
+        super().__init__(layout, alpha, eps, seed, min_size_to_sample, shard, buffer)
+        self.timeout_s = timeout_s
+        self.samples_per_insert, self.tolerance = samples_per_insert, tolerance
+        self._limiter: RateLimiter | None = None
+        if samples_per_insert:
+            tolerance = tolerance or int(np.ceil(1024 * (1 + samples_per_insert)))
+            insert = max(1, int(tolerance / 2 / samples_per_insert))
+            limits = LimiterConfig(
+                samples_per_insert=samples_per_insert,
+                min_size=min_size_to_sample,
+                tolerance=tolerance,
+                grant=insert,
+                batch=max(1, int(tolerance - samples_per_insert * insert)),
+                capacity=capacity,
             )
+            self._limiter = RateLimiter(limits, committed=len(self))
+        self._changed = threading.Condition(self.lock)
+        self._batch_layouts: dict[tuple[int, bool], BatchLayout] = {}
+        self._streams = 0  # whose chunks are open
+        self._packer: TransitionPacker | None = None
 
-    def update_priorities(
-        self, keys: NDArray[np.int64], priorities: NDArray[Any]
-    ) -> tuple[int, int]:
-        """New priorities for the transitions of `keys`; of equal keys the last wins.
+    # In: streams of steps, or whole transitions.
 
-        keys (B,) int64 as sampled (-1: none); priorities (B,): TD errors, their sign is ignored.
-        Returns how many were applied and how many were stale: their transition is gone.
-        Raises InvalidPriority for NaN or infinity and changes nothing.
+    def writer(self, num_envs: int, autoreset: Autoreset = "next_step") -> Writer:
+        """Streams of steps of vectorised environments; see Writer."""
+        with self.lock:
+            if num_envs < 1:
+                raise ConfigError(f"num_envs must be at least 1, got {num_envs}")
+            self._reserve_streams(num_envs)
+            return Writer(self, num_envs, autoreset)
+
+    def extend(
+        self,
+        *,
+        obs: Any,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: Any,
+        terminated: ArrayLike | None = None,
+        truncated: ArrayLike | None = None,
+        discount: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
+        **extras: ArrayLike,
+    ) -> NDArray[np.int64]:
+        """Whole transitions, stored as they are; their keys (B,) int64.
+
+        obs, next_obs (B, ...); action, extras (B, ...): the schema's columns. reward (B,): the
+        n-step return, with next_obs the observation n_step steps later. discount (B,): what the
+        bootstrap is multiplied by; None is gamma ** n_step. Rows that are `terminated` (B,) do not
+        bootstrap; those `truncated` (B,) do, like all others, from next_obs. priorities (B,): TD
+        errors, their sign is ignored; None is the largest so far.
+
+        Frames that rows share are stored once where the rows lie in one chunk: give rows in the
+        order in which they were played. Raises SchemaError, InvalidPriority, and stores nothing.
         """
-        leaves = self._leaf_values(priorities)
-        with self._lock:
-            indices, fit = self.store.indices_of(keys, self.shard)
-            if fit < len(keys):
-                there = indices >= 0
-                indices, leaves = indices[there], leaves[there]
-            self.tree.update(indices, leaves)
-            if fit:
-                self._largest_leaf = max(self._largest_leaf, float(leaves.max()))
-            stale = int((keys != NO_KEY).sum()) - fit
-            self.updates_applied += fit
-            self.updates_stale += stale
-            return fit, stale
+        schema = self.layout.schema
+        returns = np.asarray(reward)
+        rows = returns.size
+        numbers = np.empty((rows, 3), np.float32)
+        numbers[:, 0] = arguments.column(returns, np.float32, (rows,), "reward")
+        if terminated is None and discount is None:
+            raise SchemaError(
+                "extend needs terminated or discount: where does no bootstrap follow?"
+            )
+        numbers[:, 1] = schema.gamma**schema.n_step
+        if discount is not None:
+            numbers[:, 1] = arguments.column(discount, np.float32, (rows,), "discount")
+        if terminated is not None:
+            numbers[arguments.column(terminated, np.bool_, (rows,), "terminated"), 1] = 0.0
+        if truncated is not None:
+            arguments.column(truncated, np.bool_, (rows,), "truncated")
+        magnitudes = np.full(rows, -1.0)
+        if priorities is not None:
+            magnitudes = arguments.magnitudes(priorities, rows)
+        numbers[:, 2] = magnitudes
+        staged = np.empty(rows, schema.step_dtype)
+        arguments.stage(schema, action, extras, staged)
+        before = arguments.observations(schema, obs, rows, "obs")
+        after = arguments.observations(schema, next_obs, rows, "next_obs")
+        with self.lock:
+            return self._pack(before, after, staged, numbers, magnitudes)
 
-    # The library's side: a whole batch in one call.
+    def _pack(
+        self,
+        obs: dict[str, NDArray[Any]],
+        next_obs: dict[str, NDArray[Any]],
+        staged: NDArray[Any],
+        numbers: NDArray[np.float32],
+        magnitudes: NDArray[np.float64],
+    ) -> NDArray[np.int64]:
+        if self._packer is None:
+            packer = TransitionPacker(self.store)
+            self._reserve_streams(1)
+            self._packer = packer
+        packer = self._packer
+        rows = len(numbers)
+        self.admit(rows)
+        columns = packer.flat(obs, rows), packer.flat(next_obs, rows)
+        records = staged.view(np.uint8).reshape(rows, staged.dtype.itemsize)
+        indices, keys = np.empty(rows, np.int64), np.empty(rows, np.int64)
+        done = 0
+        while True:
+            first = done
+            done = packer.pack(first, *columns, records, numbers, indices)
+            # Before the next slot: its eviction may take these rows already.
+            keys[first:done] = self.store.keys_of(indices[first:done], self.shard)
+            self.grown(indices[first:done], magnitudes[first:done])
+            if done == rows:
+                return keys
+            self._close_packed()
+            packer.open(self.open_slot())
+
+    def _close_packed(self) -> None:
+        """The chunk that `extend` fills is full, or taken for full."""
+        if self._packer is not None and self._packer.slot is not None:
+            self.ledger.close(self._packer.slot)
+            self._packer.close()
+
+    # What writers call, with the lock held.
+
+    def _reserve_streams(self, streams: int) -> None:
+        wanted, chunk = self._streams + streams, self.layout.chunk
+        if 2 * wanted * chunk > self.layout.capacity:
+            raise ConfigError(
+                f"{wanted} streams (extend is one) with open chunks of {chunk} transitions take "
+                f"more than half of the capacity of {self.layout.capacity}: give the replay "
+                f"streams={wanted} for shorter chunks, raise capacity, or close() unused writers"
+            )
+        self._streams = wanted
+
+    def release_streams(self, streams: int) -> None:
+        """Streams that will open no more chunks."""
+        self._streams -= streams
+
+    def admit(self, rows: int) -> None:
+        """Wait until so many transitions may come in. Raises ReplayError past the deadline."""
+        limiter = self._limiter
+        if limiter is not None:
+            self._wait_until(lambda: limiter.can_insert(rows), ReplayError)
+
+    def open_slot(self) -> int:
+        """A slot to fill; where none is free, the oldest chunk's."""
+        if not self.ledger.free:
+            self._evict_oldest()
+            self.ledger.release(0)
+        return self.ledger.open()
+
+    def grown(
+        self,
+        indices: NDArray[np.int64],
+        magnitudes: NDArray[np.float64],
+        closed: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Rows (R,) of open slots are whole, with |priorities| (-1: none); `closed` are full."""
+        count = len(indices)
+        if count:
+            self._set_leaves(indices, magnitudes)
+            self.ledger.live_transitions += count
+            self.inserted += count
+            if self._limiter is not None:
+                self._limiter.insert(count)
+                self._limiter.commit(count)
+                self._changed.notify_all()
+        if closed is not None:
+            for slot in closed.tolist():
+                self.ledger.close(slot)
+        while (
+            self.ledger.live_transitions > self.layout.capacity and self.ledger.oldest is not None
+        ):
+            self._evict_oldest()
+            self.ledger.release(0)
+
+    def _wait_until(self, ready: Callable[[], bool], error: type[ReplayError]) -> None:
+        assert self._limiter is not None
+        if not self._changed.wait_for(ready, self.timeout_s):
+            raise error(f"after {self.timeout_s:g} s: {self._limiter.explain()}")
+
+    # Out: batches.
+
+    def can_sample(self, batch_size: int) -> bool:
+        """Whether `sample(batch_size)` would return at once."""
+        with self.lock:
+            enough = len(self) >= max(batch_size, self.min_size_to_sample)
+            return enough and (self._limiter is None or self._limiter.can_sample(batch_size))
 
     def empty_batch(
         self, batch_size: int, layout: str = "channels_first", pin_memory: bool = False
     ) -> Batch:
-        """Memory for `sample(out=...)`."""
+        """Memory for `sample(out=...)`; pinned where a GPU will copy from it.
+
+        layout: "channels_last" stores stacked frames with the stack innermost; shapes are the same.
+        """
         if layout not in ("channels_first", "channels_last"):
             raise ConfigError(f'layout must be "channels_first" or "channels_last", got "{layout}"')
-        batch_layout = BatchLayout(self.layout.schema, batch_size, layout == "channels_last")
-        return Batch.empty(batch_layout, pin_memory)
+        wanted = batch_size, layout == "channels_last"
+        if wanted not in self._batch_layouts:
+            self._batch_layouts[wanted] = BatchLayout(self.layout.schema, *wanted)
+        return Batch.empty(self._batch_layouts[wanted], pin_memory)
 
     def sample(
         self,
@@ -256,30 +268,131 @@ class PrioritizedReplay:
         out: Batch | None = None,
         *,
         method: Method = "stratified",
-        normalise: str = "batch",
+        normalise: Normalise = "batch",
     ) -> Batch:
-        """`batch_size` transitions by priority, with importance weights, in `out` if given."""
+        """`batch_size` transitions by priority, in `out` (of `empty_batch`) if given.
+
+        Weights are (N q)^-beta, q the probability really used, divided by the largest of the batch
+        or of the memory (Schaul et al. 2016, sec. 3.4). method: see SumTree.sample.
+
+        Raises NotEnoughData below `min_size_to_sample` or where there are less than `batch_size`.
+        """
         batch = self.empty_batch(batch_size) if out is None else out
-        if batch.layout.batch_size != batch_size or batch.layout.schema != self.layout.schema:
-            raise ConfigError(f"out holds {batch.layout.batch_size} rows, not {batch_size} of ours")
-        with self._lock:
-            draw = self.draw(batch_size, method)
-            self.store.gather(draw.keys, batch.layout, batch.memory, batch.keys)
-        batch.indices[:] = draw.indices
-        batch.weights[:] = importance_weights(
-            draw.leaves, draw.total, draw.count, draw.smallest, beta, normalise
-        )
+        if out is not None and (
+            out.layout.batch_size != batch_size or out.layout.schema is not self.layout.schema
+        ):
+            self._check_out(out, batch_size)
+        if method not in get_args(Method) or normalise not in get_args(Normalise):
+            raise ConfigError(
+                f"method must be one of {get_args(Method)} and normalise one of "
+                f"{get_args(Normalise)}, got {method!r} and {normalise!r}"
+            )
+        with self.lock:
+            limiter = self._limiter
+            if limiter is not None:
+                self._wait_until(lambda: limiter.can_sample(batch_size), NotEnoughData)
+            self._demand(max(self.min_size_to_sample, batch_size))
+            self._fill(batch, method, beta, normalise)
+            self.sampled += batch_size
+            if limiter is not None:
+                limiter.sample(batch_size)
+                self._changed.notify_all()
         return batch
 
+    def _check_out(self, out: Batch, batch_size: int) -> None:
+        if out.layout.batch_size != batch_size:
+            raise ConfigError(f"out has {out.layout.batch_size} rows, not {batch_size}")
+        if out.layout.schema != self.layout.schema:
+            raise SchemaError("out is of another schema: make it with empty_batch of this replay")
+
+    def _fill(self, batch: Batch, method: Method, beta: float, normalise: Normalise) -> None:
+        store, tree = self.store, self.tree
+        rows = batch.layout.batch_size
+        distinct = method == "without_replacement"
+        before = self.rng.bit_generator.state if distinct else None
+        if not tree.total > 0.0:
+            raise NotEnoughData("every priority is 0: there is nothing to draw")
+        drawn = batch_kernel(
+            get_args(Method).index(method), beta, normalise == "memory", tree._nodes,
+            tree._offsets, tree.capacity, self.rng.random(rows), self.shard, self.layout.chunk,
+            *store.gather_arguments(batch.layout), batch.memory, batch.indices, batch.keys,
+            batch.weights,
+        )  # fmt: skip
+        if drawn < rows:
+            self.rng.bit_generator.state = before
+            raise NotEnoughData(
+                f"{rows} different transitions were asked for, only {drawn} have a priority > 0"
+            )
+
+    # To disk and back.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """A snapshot in the directory `path`; a later one writes only what is new.
+
+        Others may go on writing and sampling. The snapshot before is there until this one is whole.
+        Steps that wait for their n-step return are not in it. Raises CheckpointError.
+        """
+        with self.lock:
+            self._close_packed()  # as a restore has it: what comes next goes the same way
+        snapshot.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], buffer: NDArray[np.uint8] | None = None
+    ) -> "PrioritizedReplay":
+        """The replay of a snapshot; its draws go on bit for bit, its old keys are stale.
+
+        Raises CheckpointError where there is none, or it is damaged.
+        """
+        manifest = snapshot.read_manifest(path)
+        try:
+            facts = dict(manifest["replay"])
+            facts["schema"] = Schema.from_description(facts["schema"])
+            settings = {name: facts[name] for name in cls._SETTINGS}
+            replay = cls(**settings, buffer=buffer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the snapshot in {path} is of no replay: {error}") from error
+        snapshot.restore(replay, path, manifest)
+        return replay
+
+    def facts(self) -> dict[str, Any]:
+        """What a snapshot holds of it besides memory and random state; JSON."""
+        limits = ("samples_per_insert", "tolerance", "timeout_s")
+        return {**super().facts(), **{name: getattr(self, name) for name in limits}}
+
+    def take_over(self, leaves: NDArray[np.float64], facts: dict[str, Any]) -> None:
+        """Go on from a snapshot."""
+        super().take_over(leaves, facts)
+        if self._limiter is not None:
+            self._limiter = RateLimiter(self._limiter.config, committed=len(self))
+
     def stats(self) -> dict[str, float]:
-        """Counters, by name."""
-        with self._lock:
+        """Counters, by name.
+
+        size: transitions that can be drawn; capacity: as given; effective_capacity: how many fit if
+        those to come share frames like those that are there; bytes: of the memory.
+        """
+        with self.lock:
+            ledger, size = self.ledger, len(self)
+            counts = ledger.counts
+            open_rows = 0
+            if counts["granted"]:
+                rows = self.store.header_rows
+                open_rows = size - int(rows[ledger.live, COUNT].sum())
+            effective = self.layout.capacity
+            if counts["live"]:
+                per_chunk = (size - open_rows) / counts["live"]
+                most = open_rows + per_chunk * (self.store.slots - counts["granted"])
+                effective = min(effective, int(most))
             return {
-                "size": len(self),
+                "size": size,
                 "capacity": self.layout.capacity,
-                "total_priority": self.tree.total,
+                "effective_capacity": effective,
+                "inserted": self.inserted,
+                "sampled": self.sampled,
                 "updates_applied": self.updates_applied,
                 "updates_stale": self.updates_stale,
+                "total_priority": self.tree.total,
                 "bytes": self.layout.nbytes,
-                **{f"slots_{name}": count for name, count in self.ledger.counts.items()},
+                **{f"slots_{name}": count for name, count in counts.items()},
             }

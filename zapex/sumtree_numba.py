@@ -124,6 +124,13 @@ class SumTree:
         return self._nodes.item(self._total_at)
 
     @property
+    def leaves(self) -> FloatArray:
+        """(capacity,) float64: every leaf, a read-only view."""
+        leaves = self._nodes[: self._capacity]
+        leaves.flags.writeable = False
+        return leaves
+
+    @property
     def min_positive(self) -> float:
         """The smallest positive leaf; inf where there is none."""
         return min_positive_kernel(self._nodes, self._offsets, self._capacity)

@@ -1,0 +1,208 @@
+"""Steps of vectorised environments into a replay of the same process."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zapex import arguments
+from zapex.errors import ConfigError, ReplayError, SchemaError
+from zapex.nstep import CUT, END, ChunkBuilder
+from zapex.schema import LIVE
+
+if TYPE_CHECKING:
+    from zapex.replay import PrioritizedReplay
+
+Autoreset = Literal["next_step", "same_step", "disabled"]
+
+_STACK_CHECKS = 32  # steps in which it is looked at whether a stack really is one
+
+
+class Writer:
+    """`num_envs` streams of steps; a transition can be drawn as soon as its return is known.
+
+    The loop that calls it, with Gymnasium's vector environments (any of their autoreset modes):
+
+        obs, _ = envs.reset()
+        writer.reset(obs)
+        while True:
+            action = policy(obs)
+            next_obs, reward, terminated, truncated, info = envs.step(action)
+            writer.add(action=action, reward=reward, next_obs=next_obs,
+                       terminated=terminated, truncated=truncated)
+            obs = next_obs
+
+    autoreset says what `envs` does after an episode: "next_step" returns the next one's first
+    observation from the step after the last (Gymnasium's default; that step is no transition, and
+    the writer knows), "same_step" returns it from the last step (then give `final_obs`),
+    "disabled" leaves it to you (then call `reset(obs, mask)`).
+    """
+
+    def __init__(self, replay: "PrioritizedReplay", num_envs: int, autoreset: Autoreset) -> None:
+        if autoreset not in get_args(Autoreset):
+            raise ConfigError(f"autoreset must be one of {get_args(Autoreset)}, got {autoreset!r}")
+        self.num_envs, self.autoreset = num_envs, autoreset
+        self._replay = replay
+        self._schema = replay.layout.schema
+        self._builder = ChunkBuilder(replay.store, num_envs, closed_state=LIVE)
+        self._staged = np.zeros_like(self._builder.staged)
+        # True: the stream has no episode; its next observation begins one, or must be given.
+        self._over = np.ones(num_envs, np.bool_)
+        self._ever_begun = self._closed = False
+        self._stacks_to_check = _STACK_CHECKS if self._schema.stack > 1 else 0
+        self._noted = 0  # of the builder's last completed transitions
+        self._last: dict[str, NDArray[Any]] = {}
+
+    def reset(self, obs: Any, mask: ArrayLike | None = None) -> None:
+        """First observations (S, ...) of new episodes, of the streams in `mask` (S,) or of all.
+
+        Steps of a broken-off episode whose n-step return is not known yet are dropped.
+        """
+        found = arguments.observations(self._schema, obs, self.num_envs, "obs")
+        wanted = np.ones(self.num_envs, np.bool_) if mask is None else self._flags(mask, "mask")
+        with self._replay.lock:
+            self._demand_open()
+            self._begin(wanted, found)
+            self._over = self._over & ~wanted
+            self._ever_begun = True
+
+    def add(
+        self,
+        *,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: Any,
+        terminated: ArrayLike,
+        truncated: ArrayLike,
+        priority: ArrayLike | None = None,
+        final_obs: Any = None,
+        **extras: ArrayLike,
+    ) -> None:
+        """One step of every stream, as `envs.step` returned it.
+
+        action, extras (S, ...): the schema's columns. reward, terminated, truncated (S,).
+        priority (S,): |TD error| of the transition that starts with this step; its sign is
+        ignored; None is the largest so far. final_obs: info["final_obs"] under "same_step": the
+        last observation of each episode that ends here, an array, dict or object array by stream.
+
+        Raises SchemaError, InvalidPriority, ReplayError; nothing has changed then.
+        """
+        streams, replay, builder = self.num_envs, self._replay, self._builder
+        found = arguments.observations(self._schema, next_obs, streams, "next_obs")
+        terminals = self._flags(terminated, "terminated")
+        ends = terminals | self._flags(truncated, "truncated")
+        flags = terminals * np.int64(CUT) + ends * np.int64(END)
+        rewards = arguments.column(reward, np.float64, (streams,), "reward")
+        given = None if priority is None else arguments.magnitudes(priority, streams)
+        arguments.stage(self._schema, action, extras, self._staged)
+        with replay.lock:
+            self._demand_open()
+            over = self._over
+            if over.any() and (self.autoreset != "next_step" or not self._ever_begun):
+                raise ReplayError(
+                    f"the episode of stream {int(over.argmax())} is over or never began: give its "
+                    "first observation with reset(obs, mask)"
+                )
+            playing = ~over
+            ends &= playing
+            last = found
+            if self.autoreset == "same_step" and ends.any():
+                last = self._with_final(found, ends, final_obs)
+            if self._stacks_to_check:
+                self._check_stacks(playing, last)
+            replay.admit(streams * self._schema.n_step)
+            builder.staged[:] = self._staged
+            self._noted = 0
+            self._until_done(lambda: builder.add(playing, flags, last, rewards, priority=given))
+            if self.autoreset == "same_step":
+                self._begin(ends, found)
+            else:
+                self._begin(over, found)
+                self._over = ends
+
+    def flush(self) -> None:
+        """Close every open chunk, so that the FIFO may evict it. Sampling does not wait for it."""
+        with self._replay.lock:
+            self._builder.flush()
+            self._hand_over()
+
+    def close(self) -> None:
+        """Flush, and give the slots back. Steps whose n-step return is not known are dropped."""
+        with self._replay.lock:
+            if not self._closed:
+                self.flush()
+                self._replay.ledger.reclaim(self._builder.held.tolist())
+                self._replay.release_streams(self.num_envs)
+                self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _demand_open(self) -> None:
+        if self._closed:
+            raise ReplayError("this writer is closed: ask the replay for another")
+
+    def _flags(self, value: ArrayLike, name: str) -> NDArray[np.bool_]:
+        return arguments.column(value, np.bool_, (self.num_envs,), name)
+
+    def _begin(self, mask: NDArray[np.bool_], obs: dict[str, NDArray[Any]]) -> None:
+        if mask.any():
+            self._until_done(lambda: self._builder.begin(mask, obs))
+        if self._stacks_to_check:
+            for name, array in obs.items():
+                before = self._last.setdefault(name, array.copy())
+                before[mask | ~self._over] = array[mask | ~self._over]
+
+    def _until_done(self, step: Callable[[], int]) -> None:
+        """Builder calls until every stream is done, with slots as it needs them."""
+        while step() < self.num_envs:
+            self._hand_over()  # first: what is closed here may be evicted for the next slot
+            self._builder.provide(np.array([self._replay.open_slot()]))
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Transitions completed since the last time can be drawn; full chunks can be evicted."""
+        indices, magnitudes = self._builder.last_completed()
+        new = slice(self._noted, None)
+        self._noted = len(indices)
+        self._replay.grown(indices[new], magnitudes[new], self._builder.take_closed())
+
+    def _with_final(
+        self, found: dict[str, NDArray[Any]], ends: NDArray[np.bool_], final_obs: Any
+    ) -> dict[str, NDArray[Any]]:
+        """`found` with the last observations of the episodes that end."""
+        if final_obs is None:
+            raise ReplayError(
+                f"the episode of stream {int(ends.argmax())} ends, and under autoreset="
+                '"same_step" next_obs is already the next one: give final_obs=info["final_obs"]'
+            )
+        last = {name: array.copy() for name, array in found.items()}
+        for i in np.flatnonzero(ends):
+            if isinstance(final_obs, dict):
+                row: Any = {key: np.asarray(value[i])[None] for key, value in final_obs.items()}
+            elif isinstance(final_obs[i], dict):
+                row = {key: np.asarray(value)[None] for key, value in final_obs[i].items()}
+            else:
+                row = np.asarray(final_obs[i])[None]
+            for name, array in arguments.observations(self._schema, row, 1, "final_obs").items():
+                last[name][i] = array[0]
+        return last
+
+    def _check_stacks(self, playing: NDArray[np.bool_], found: dict[str, NDArray[Any]]) -> None:
+        """Frames are kept once, so a stack must be the one before it, shifted by a frame."""
+        self._stacks_to_check -= 1
+        for name, column in self._schema.obs_columns.items():
+            if column.stack > 1:
+                axis = 1 if column.stack_axis == 0 else found[name].ndim - 1
+                now = np.moveaxis(found[name], axis, 0)[:-1, playing]
+                before = np.moveaxis(self._last[name], axis, 0)[1:, playing]
+                if not np.array_equal(now, before):
+                    raise SchemaError(
+                        f"{name} has stack={column.stack}, but next_obs is not the observation "
+                        "before it shifted by one frame: if that axis is not time, build the "
+                        "schema with stack=1"
+                    )
