@@ -57,12 +57,13 @@ def _modify(array, places):  # type: ignore[no-untyped-def]
         array[np.uint64(places[i])] += 1.0
 
 
-def measure(tree: SumTree, batch: int, rounds: int, sweep: Callable[[], None]) -> dict[str, Any]:
-    """Percentiles of every timed thing, in nanoseconds an item."""
+def measure(
+    tree: SumTree, batch: int, rounds: int, calls: int, sweep: Callable[[], None]
+) -> dict[str, Any]:
+    """Percentiles of every timed thing, in nanoseconds an item; each round takes `calls` calls."""
     rng = np.random.default_rng(batch)
     array = rng.random(tree.capacity)
     out = np.empty(batch)
-    calls = max(1, 32 // batch)
 
     def timed(work: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
         sweep()
@@ -124,8 +125,11 @@ def sweep_sizes(quick: bool) -> list[dict[str, Any]]:
         tree.update(np.arange(capacity), rng.random(capacity) + 1e-6)
         for batch in batches:
             cell: dict[str, Any] = {"capacity": capacity, "batch": batch}
-            for state, sweep in (("fresh", lambda: None), ("cold", sweeper.sweep)):
-                cell[state] = measured = measure(tree, batch, rounds[state], sweep)
+            for state, calls, sweep in (
+                ("fresh", max(1, 32 // batch), lambda: None),
+                ("cold", 1, sweeper.sweep),
+            ):
+                cell[state] = measured = measure(tree, batch, rounds[state], calls, sweep)
                 medians = "".join(f"{measured[name]['p50']:9.1f}" for name in TIMED)
                 ratio = f"{measured['pair_over_roof']:8.1f}"
                 print(f"{capacity:9} {batch:6} {state:5} {medians} {ratio}", flush=True)

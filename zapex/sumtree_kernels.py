@@ -15,7 +15,7 @@ a level do not depend on each other, so that many are in flight (docs/decisions/
     I3  minima[b] > 0: the smallest positive leaf of block b, inf where there is none;
         minima[b] < 0: no positive leaf of block b is smaller than -minima[b]
 
-Nothing is checked here but what `update_kernel` says. `nodes` is the whole array; `offsets` is what
+Nothing is checked here but what a kernel says. `nodes` is the whole array; `offsets` is what
 `level_offsets` gives. Positions are uint64 where it matters: Numba then leaves out the test for
 negative ones.
 """
@@ -64,13 +64,16 @@ def _last_positive(nodes: FloatArray, line: Position) -> Position:
 
 
 @kernel
-def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices: IntArray) -> None:
+def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices: IntArray) -> bool:
     """Turn prefix sums in `rests` into the indices of the leaves that cover them.
 
-    The total must be positive and no prefix sum NaN. Leaves in `rests` what is left of each within
-    its leaf, inf where it was at or past the total.
+    The total must be positive. Leaves in `rests` what is left of each within its leaf, inf where it
+    was at or past the total. False, and nothing done, where a prefix sum is NaN.
     """
     n = len(rests)
+    for i in range(n):
+        if np.isnan(rests[i]):
+            return False
     touched = np.empty(n)
     for i in range(n):
         indices[i] = 0
@@ -90,6 +93,7 @@ def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices
             indices[i] = np.int64(entry + (np.uint64(lane) & np.uint64(LANES - 1)))
         if lanes_seen & np.uint64(LANES):
             _end_at_last_positive(nodes, base, rests, indices)
+    return True
 
 
 @kernel
@@ -134,36 +138,74 @@ def sample_distinct_kernel(
 ) -> int:
     """Like `sample_kernel`, but each draw is among the leaves not yet drawn; returns how many.
 
-    A drawn leaf is negative until the end and counts as 0 in the sums above it. A process that dies
-    meanwhile loses nothing: `rebuild_kernel` takes absolute values.
+    All are drawn from the whole; a draw that hits a leaf drawn before is passed over, which is the
+    same as to draw from the rest. Those still wanting come from sums without the drawn leaves, with
+    uniforms that are spun from all the others.
+
+    A drawn leaf is negative until the end. A process that dies meanwhile loses nothing:
+    `rebuild_kernel` takes absolute values.
     """
-    depth = len(offsets) - 3
-    total = nodes[offsets[depth]]
-    line = np.zeros(LANES)
+    total_at, n = offsets[-3], len(indices)
+    total = nodes[total_at]
+    uniforms = probabilities.copy()
+    find_kernel(nodes, offsets, uniforms * total, indices)
     count = 0
-    while count < len(indices) and nodes[offsets[depth]] > 0.0:
-        rest = probabilities[count] * nodes[offsets[depth]]
-        index = np.uint64(0)
-        for h in range(depth - 1, 0, -1):
-            entry = np.uint64(LANES) * index
-            lane, rest = _walk_line(nodes, np.uint64(offsets[h]) + entry, rest)
-            index = entry + lane
-        first = np.int64(index) * LANES
-        for j in range(LANES):
-            line[j] = max(nodes[first + j], 0.0)
-        lane, rest = _walk_line(line, np.uint64(0), rest)
-        chosen = first + np.int64(lane)
-        indices[count] = chosen
-        probabilities[count] = nodes[chosen] / total
-        nodes[chosen] = -nodes[chosen]
-        line[np.int64(lane)] = 0.0
-        nodes[np.uint64(offsets[1]) + index] = line_sum(line, np.uint64(0))
-        _sum_paths(nodes, offsets, 1, indices[count : count + 1])
-        count += 1
+    for i in range(n):
+        leaf = nodes[indices[i]]
+        if leaf > 0.0:
+            nodes[indices[i]] = -leaf
+            indices[count] = indices[i]
+            probabilities[count] = leaf / total
+            count += 1
+    repeats = count < n
+    if repeats:
+        line = np.zeros(LANES)
+        for i in range(count):
+            _load_undrawn(nodes, indices[i] // LANES, line)
+            nodes[offsets[1] + indices[i] // LANES] = line_sum(line, np.uint64(0))
+        _sum_paths(nodes, offsets, 1, indices[:count])
+        spun = np.uint64(0)
+        for bits in uniforms.view(np.uint64):
+            spun = _spin(spun ^ bits)
+        while count < n and nodes[total_at] > 0.0:
+            spun = _spin(spun)
+            rest = np.float64(spun >> np.uint64(11)) * 2.0**-53 * nodes[total_at]
+            index = np.uint64(0)
+            for h in range(len(offsets) - 4, 0, -1):
+                entry = np.uint64(LANES) * index
+                lane, rest = _walk_line(nodes, np.uint64(offsets[h]) + entry, rest)
+                index = entry + lane
+            _load_undrawn(nodes, np.int64(index), line)
+            lane, rest = _walk_line(line, np.uint64(0), rest)
+            chosen = np.int64(np.uint64(LANES) * index + lane)
+            indices[count] = chosen
+            probabilities[count] = nodes[chosen] / total
+            nodes[chosen] = -nodes[chosen]
+            line[np.int64(lane)] = 0.0
+            nodes[np.uint64(offsets[1]) + index] = line_sum(line, np.uint64(0))
+            _sum_paths(nodes, offsets, 1, indices[count : count + 1])
+            count += 1
     for i in range(count):
         nodes[indices[i]] = abs(nodes[indices[i]])
-    _sum_paths(nodes, offsets, 0, indices[:count])
+    if repeats:
+        _sum_paths(nodes, offsets, 0, indices[:count])
     return count
+
+
+@kernel
+def _spin(state: Position) -> Position:
+    """The next state of SplitMix64, and its output (Steele, Lea and Flood 2014)."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@kernel
+def _load_undrawn(nodes: FloatArray, index: Position, line: FloatArray) -> None:
+    """Copy line `index` of the leaves; those that are drawn as 0."""
+    for lane in range(LANES):
+        line[lane] = max(nodes[LANES * index + lane], 0.0)
 
 
 @kernel

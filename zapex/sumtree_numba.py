@@ -175,11 +175,10 @@ class SumTree:
             ConfigError: a value is NaN, or a wrong dtype or shape.
         """
         rests = _as_vector(prefix_sums, np.float64, "prefix_sums").copy()
-        if np.isnan(rests).any():
-            raise ConfigError("prefix_sums must not be NaN")
         self._demand_positive_total()
         indices = np.empty(len(rests), np.int64)
-        find_kernel(self._nodes, self._offsets, rests, indices)
+        if not find_kernel(self._nodes, self._offsets, rests, indices):
+            raise ConfigError("prefix_sums must not be NaN")
         return indices
 
     def sample(
@@ -206,17 +205,17 @@ class SumTree:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self._demand_positive_total()
+        nodes, offsets = self._nodes, self._offsets
         probabilities = rng.random(batch_size)
         indices = np.empty(batch_size, np.int64)
-        if method == "without_replacement":
-            count = sample_distinct_kernel(self._nodes, self._offsets, indices, probabilities)
+        if method in ("stratified", "independent"):
+            sample_kernel(nodes, offsets, method == "stratified", indices, probabilities)
+        elif method == "without_replacement":
+            count = sample_distinct_kernel(nodes, offsets, indices, probabilities)
             if count < batch_size:
                 raise NotEnoughData(
                     f"{batch_size} different items were asked for, only {count} have a priority > 0"
                 )
-        elif method in ("stratified", "independent"):
-            stratified = method == "stratified"
-            sample_kernel(self._nodes, self._offsets, stratified, indices, probabilities)
         else:
             raise ConfigError(
                 f"method must be stratified, independent or without_replacement, got {method!r}"
