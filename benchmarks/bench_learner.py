@@ -1,6 +1,6 @@
 """The learner's whole step against the sum of its kernels' own times, and the actor's forward pass.
 
-    python -m benchmarks.bench_learner [--quick] [--precision auto|float32|bfloat16] [--json FILE]
+    python -m benchmarks.bench_learner [--quick] [--rounds N] [--precision P] [--json FILE]
 
 Everything runs on one thread and is timed by that thread's CPU clock; figures are medians over
 interleaved rounds. A step is `DQN.learn` with centred RMSProp on 84x84x4 observations that lie in
@@ -31,7 +31,7 @@ from zapex.agent.learning import DQN
 from zapex.agent.policy import Policy
 
 SHAPE, ACTIONS = (4, 84, 84), 4
-BATCHES = [32, 64, 128, 256, 512, 1024]
+BATCHES = [32, 64, 128, 256, 512]
 HEADLINE = 512
 HIDDEN = [128, 256, 512]
 STREAMS = [8, 16, 32, 64]
@@ -221,11 +221,12 @@ def measure_acting(rounds: int) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--precision", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=15, help="medians are over so many")
     args = parser.parse_args()
     if args.pin is not None:
         os.sched_setaffinity(0, {args.pin})
     torch.set_num_threads(1)
-    rounds = 3 if args.quick else 15
+    rounds = 3 if args.quick else args.rounds
     sizes = [32] if args.quick else BATCHES
     results: dict[str, Any] = {"step": {}}
     for size in sizes:
@@ -250,7 +251,8 @@ def main() -> None:
         each = ", ".join(f"{name} {p['p50']:.3f} ms" for name, p in found.items())
         print(f"acting, {streams} streams: {each}")
     if args.json:
-        write_json(args.json, "learner", results, torch=torch.__version__, clock="thread CPU time")
+        facts = {"torch": torch.__version__, "clock": "thread CPU time", "rounds": rounds}
+        write_json(args.json, "learner", results, **facts)
 
 
 if __name__ == "__main__":
