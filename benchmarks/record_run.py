@@ -24,7 +24,7 @@ _CURVE = (
     "frames",
     "batches",
     "charts/episodic_return_last100",
-    "charts/episodic_return_greedy_last100",
+    "charts/episodic_return_greedy_last10",
 )
 
 

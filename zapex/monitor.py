@@ -27,6 +27,7 @@ from zapex.report import (
 )
 
 LAST: Final = 100  # episodes in a mean: CleanRL's and the Ape-X paper's custom
+LAST_GREEDY: Final = 10  # one stream ends few games, and an old one says little of the policy now
 EPSILON_BANDS: Final = ((0.001, "ε<.001"), (0.01, "ε<.01"), (0.1, "ε<.1"), (np.inf, "ε≥.1"))
 _WINDOW_S: Final = 5.0  # rates are means over this long
 _PROCESS_PERIOD_S: Final = 2.0
@@ -39,7 +40,7 @@ class Episodes:
     def __init__(self, greedy_stream: int) -> None:
         self._greedy_stream = greedy_stream
         self._all: deque[float] = deque(maxlen=LAST)
-        self._greedy: deque[float] = deque(maxlen=LAST)
+        self._greedy: deque[float] = deque(maxlen=LAST_GREEDY)
         self._bands: dict[str, deque[float]] = {}
         self._history: list[float] = []  # each point is the mean of _thinning greedy episodes
         self._pending: list[float] = []

@@ -35,7 +35,7 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
         "charts/frames": totals["frames"],
         "charts/episodes": totals["episodes"],
         "charts/episodic_return_last100": returns.all_mean,
-        "charts/episodic_return_greedy_last100": returns.greedy_mean,
+        "charts/episodic_return_greedy_last10": returns.greedy_mean,
         "replay/samples_per_insert": snapshot.samples_per_insert,
         "replay/stale_share": snapshot.stale_share,
         "replay/inserts_per_s": rates["inserted"],
