@@ -1,4 +1,4 @@
-"""Atomic loads, stores and fences on int64 words, and memcpy: the only file that emits LLVM IR.
+"""Atomic loads, stores and fences on int64 words, and memcpy: LLVM IR that Numba does not emit.
 
 Callable inside kernels. `words` is an aligned one-dimensional C-contiguous int64 array, usually
 over shared memory; an index is not checked. A relaxed access is whole but orders nothing.
