@@ -72,7 +72,7 @@ class Intake:
             work += 1
         if work:
             self.evicted += self._replay.evict_excess(issued)
-        self._replay.ledger.release(released)
+        work += self._replay.ledger.release(released)
         for actor in self.waiting:
             work += self._grant(actor)
         return work
