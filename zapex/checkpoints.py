@@ -27,11 +27,12 @@ class RunCheckpoints:
         self,
         run_dir: Path,
         spec: EnvironmentSpec,
+        seed: int,
         clock_s: Callable[[], float],
         period_s: float,
         totals: Callable[[], dict[str, float]],
     ) -> None:
-        self._run_dir, self._spec = run_dir, spec
+        self._run_dir, self._spec, self._seed = run_dir, spec, seed
         self._clock_s, self._period_s, self._totals = clock_s, period_s, totals
         self._saved_s = clock_s()
         self.version = 0
@@ -48,6 +49,8 @@ class RunCheckpoints:
             "counters": dqn.counters(),
             "params_version": version,
             "totals": totals,
+            # The learner draws nothing. What actors and replay draw in a life comes from these two.
+            "random": {"seed": self._seed, "steps_before": int(totals.get("steps", 0))},
         }
         tensors = {name: t.cpu().numpy() for name, t in dqn.state_dict_tensors().items()}
         name = checkpoint.step_name(int(totals.get("steps", 0)))

@@ -87,7 +87,12 @@ def main(text: str) -> None:
     from zapex.config import Config
     from zapex.environments import EnvironmentSpec
 
-    run = Run(Config.from_dict(order.config), EnvironmentSpec(**order.spec), Path(order.run_dir))
+    run = Run(
+        Config.from_dict(order.config),
+        EnvironmentSpec(**order.spec),
+        Path(order.run_dir),
+        int(order.base.get("steps", 0)),
+    )
     plan = run.plan
     host = Host(
         plan,

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def train(config: Config, spec: EnvironmentSpec) -> int:
             f"going on at {base['frames']:,.0f} frames; the replay is refilled first: learning "
             f"starts after {config.replay.learning_starts:,} transitions"
         )
+    run = replace(run, steps_before=int(base.get("steps", 0)))
     session = _Session(run, base)
     return session.run_inline() if config.run.inline else session.run_processes()
 

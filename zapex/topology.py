@@ -44,6 +44,7 @@ class Run:
     config: Config
     spec: EnvironmentSpec
     run_dir: Path
+    steps_before: int = 0  # of the run's earlier lives
 
     @property
     def plan(self) -> HostPlan:
@@ -119,8 +120,8 @@ class Run:
         )
 
     def seed(self, *part: int) -> np.random.SeedSequence:
-        """Independent randomness for each part of the run."""
-        return np.random.SeedSequence([self.config.run.seed, *part])
+        """Independent randomness for each part of the run, and for each of its lives."""
+        return np.random.SeedSequence([self.config.run.seed, self.steps_before, *part])
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,12 @@ def make_learner(
     torch.manual_seed(config.run.seed)
     dqn = run.dqn()
     checkpoints = RunCheckpoints(
-        run.run_dir, run.spec, clock.now_s, 60 * config.run.checkpoint_minutes, totals
+        run.run_dir,
+        run.spec,
+        config.run.seed,
+        clock.now_s,
+        60 * config.run.checkpoint_minutes,
+        totals,
     )
     checkpoints.restore(dqn)
     cuda = dqn.online.device.type == "cuda"
