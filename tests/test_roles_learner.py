@@ -1,0 +1,172 @@
+"""The learner: what it asks for, sends back, publishes and saves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zapex.batch import Batch
+from zapex.metrics import RoleMetrics
+from zapex.roles.learner import Learner
+from zapex.schema import BatchLayout, Column, Schema
+from zapex.transport import Sampled
+
+COLUMNS = {"obs": Column((2,), np.float32), "action": Column((), np.int64)}
+LAYOUT = BatchLayout(Schema(COLUMNS, n_step=1), 4)
+
+
+class FakeSource:
+    """Batches on demand; `room` says how many updates it takes."""
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+        self.there = 0
+        self.room = 1000
+        self.updates: list[tuple[list[int], list[float]]] = []
+        self.polled = 0
+
+    def request(self) -> None:
+        self.outstanding += 1
+
+    def ready(self) -> bool:
+        return self.there > 0
+
+    def poll(self, batch: Batch) -> Sampled | None:
+        if not self.there:
+            return None
+        self.there -= 1
+        self.outstanding -= 1
+        self.polled += 1
+        batch.keys[:] = np.arange(4) + 4 * self.polled
+        return Sampled(torn=1, live=9)
+
+    def update(self, keys: np.ndarray, priorities: np.ndarray) -> bool:
+        if not self.room:
+            return False
+        self.room -= 1
+        self.updates.append((keys.tolist(), priorities.tolist()))
+        return True
+
+
+class FakeSink:
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.published: list[int] = []
+
+    def publish(self, version: int, parameters: np.ndarray) -> None:
+        assert version > self.version
+        assert parameters.dtype == np.uint8
+        self.version = version
+        self.published.append(version)
+
+
+class FakeDqn:
+    learned = 0
+
+    def flat_parameters(self) -> np.ndarray:
+        return np.zeros(3, np.float32)
+
+    def learn(self, batch: Batch, phase: Any) -> Any:
+        phase("forward")
+        self.learned += 1
+        facts = {"td_loss": 0.25, "q_values": 2.0, "td_error": 1.0, "gradient_norm": 3.0}
+        return np.array([-3.0, 1.0, 2.0, 0.0], np.float32) * self.learned, facts
+
+
+class FakeCheckpointer:
+    wanted = False
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def due(self) -> bool:
+        return self.wanted
+
+    def save(self, dqn: Any, version: int) -> None:
+        self.wanted = False
+        self.saved.append(version)
+
+
+class Desk:
+    def __init__(self, *, version: int = 0, first_version: int = 0, outstanding: int = 0) -> None:
+        self.source, self.sink = FakeSource(), FakeSink(version)
+        self.source.outstanding = outstanding
+        self.dqn, self.checkpointer = FakeDqn(), FakeCheckpointer()
+        self.now_s = 0.0
+        block = bytearray(RoleMetrics.required_bytes())
+        self.metrics = RoleMetrics(block, "learner", create=True)
+        dqn: Any = self.dqn
+        self.learner = Learner(
+            dqn, self.source, self.sink, Batch.empty(LAYOUT), self.metrics, self.checkpointer,
+            prefetch=3, publish_period_s=1.0, clock_s=lambda: self.now_s,
+            first_version=first_version,
+        )  # fmt: skip
+
+
+def test_it_begins_by_publishing_and_by_asking_for_what_is_to_be_ahead() -> None:
+    desk = Desk()
+    assert desk.sink.published == [1]
+    assert desk.source.outstanding == 3
+    assert desk.learner.do_work() == 0
+    assert not desk.learner.ready()
+    desk.source.there = 1
+    assert desk.learner.ready()
+
+
+@pytest.mark.parametrize(("version", "first_version", "then"), [(7, 0, 8), (0, 9, 10), (4, 2, 5)])
+def test_no_life_publishes_a_version_that_was_there_before(
+    version: int, first_version: int, then: int
+) -> None:
+    assert Desk(version=version, first_version=first_version).sink.published == [then]
+
+
+def test_what_a_former_life_asked_for_is_not_asked_for_again() -> None:
+    assert Desk(outstanding=2).source.outstanding == 3
+    assert Desk(outstanding=6).source.outstanding == 6
+
+
+def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -> None:
+    desk = Desk()
+    desk.source.there = 2
+    assert desk.learner.do_work() == 1
+    assert desk.learner.do_work() == 1
+    assert desk.learner.do_work() == 0
+    assert desk.source.updates == [
+        ([4, 5, 6, 7], [-3.0, 1.0, 2.0, 0.0]),
+        ([8, 9, 10, 11], [-6.0, 2.0, 4.0, 0.0]),
+    ]
+    assert desk.source.outstanding == 3
+    counts = desk.metrics.snapshot(alive=False)
+    assert (counts["batches"], counts["samples"], counts["torn_rows"]) == (2, 8, 2)
+    assert (counts["loss"], counts["priority_max"]) == (0.25, 6.0)
+
+
+def test_priorities_that_find_no_room_wait_and_no_batch_overtakes_them() -> None:
+    desk = Desk()
+    desk.source.there, desk.source.room = 3, 0
+    assert desk.learner.do_work() == 1
+    assert desk.learner.do_work() == 0
+    assert desk.dqn.learned == 1
+    desk.source.room = 5
+    assert desk.learner.do_work() == 1
+    assert [keys[0] for keys, _ in desk.source.updates] == [4, 8]
+
+
+def test_parameters_are_published_at_most_so_often() -> None:
+    desk = Desk()
+    for _ in range(25):
+        desk.now_s += 0.1
+        desk.source.there = 1
+        desk.learner.do_work()
+    assert desk.sink.published == [1, 2, 3]
+    assert desk.metrics.snapshot(alive=False)["params_version"] == 3
+
+
+def test_a_checkpoint_is_saved_when_it_is_due_and_at_the_end() -> None:
+    desk = Desk()
+    desk.checkpointer.wanted = True
+    desk.learner.do_work()
+    assert desk.checkpointer.saved == [1], "even while there is no batch"
+    desk.learner.close()
+    assert desk.checkpointer.saved == [1, 1]
+    assert desk.metrics.pid == 0

@@ -1,0 +1,226 @@
+"""The links of one host: who gets what, in which order, and what a former life left in them."""
+
+import numpy as np
+import pytest
+
+from tests.fake_system import spec
+from zapex.batch import Batch, aligned_zeros
+from zapex.config import Config
+from zapex.errors import PeerError
+from zapex.replay import Draw
+from zapex.schema import GENERATION, BatchLayout
+from zapex.shm_transport import Host, HostPlan
+from zapex.topology import Run
+from zapex.transport import Life
+
+STREAMS, BATCH, PREFETCH = 3, 4, 3
+
+
+def make_plan(actors: int = 2, stack: int = 1) -> HostPlan:
+    config = Config().replace(
+        actors=actors, envs_per_actor=STREAMS, capacity=64, learning_starts=BATCH,
+        batch_size=BATCH, prefetch=PREFETCH, hidden=8,
+    )  # fmt: skip
+    return Run(config, spec(stack), None).plan  # type: ignore[arg-type]
+
+
+def make_host(plan: HostPlan | None = None) -> Host:
+    plan = plan or make_plan()
+    memory = aligned_zeros(plan.nbytes), aligned_zeros(plan.replay.nbytes)
+    return Host(plan, *memory, [-1] * len(plan.roles), create=True)
+
+
+def other(host: Host) -> Host:
+    """The same memory, as another process maps it."""
+    return Host(host.plan, host.control, host.experience, host.eventfds)
+
+
+def slots(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def draw(host: Host, keys: np.ndarray) -> Draw:
+    leaves = np.linspace(1.0, 2.0, len(keys))
+    return Draw(keys, np.arange(len(keys)), leaves, 10.0, 50, 0.5)
+
+
+@pytest.mark.parametrize("stack", [1, 4])
+def test_every_part_of_the_block_is_aligned_and_none_overlap(stack: int) -> None:
+    plan = make_plan(actors=3, stack=stack)
+    places = sorted(plan._places.values())
+    assert all(start % 128 == 0 for start, _ in places)
+    ends = [start + nbytes for start, nbytes in places]
+    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
+    assert ends[-1] == plan.nbytes
+    assert {f"ring {name}" for name in plan.rings} < plan._places.keys()
+
+
+def test_each_role_has_a_place_of_its_own_for_its_life_and_its_sleep() -> None:
+    host = make_host()
+    names = [name for name, _ in host.plan.roles]
+    for i, name in enumerate(names, 1):
+        host.set_life(name, i)
+    assert [other(host).life(name) for name in names] == list(range(1, len(names) + 1))
+    assert len({host.sleeping_word(name) for name in names}) == len(names)
+
+
+def test_what_is_granted_to_one_life_is_not_claimed_by_another() -> None:
+    host = make_host()
+    source = host.experience_source()
+    source.grant(0, 1, slots(4, 5, 6))
+    source.grant(0, 2, slots(7, 8, 9))
+    sink = other(host).experience_sink(0, 2)
+    assert sink.ready()
+    claimed = sink.try_claim()
+    assert claimed is not None
+    assert claimed.tolist() == [7, 8, 9]
+    assert sink.try_claim() is None
+    assert not sink.ready()
+    assert other(host).experience_sink(1, 2).try_claim() is None, "actor 1 was granted nothing"
+
+
+def test_commits_come_in_order_from_the_actor_that_made_them_and_once() -> None:
+    host = make_host()
+    source = host.experience_source()
+    assert not source.ready()
+    sink = other(host).experience_sink(1, 1)
+    sink.commit(slots(3, 1))
+    sink.commit(slots())
+    sink.commit(slots(2))
+    assert source.ready()
+    assert source.committed(0).tolist() == []
+    assert source.committed(1).tolist() == [3, 1, 2]
+    assert source.committed(1).tolist() == []
+    assert not source.ready()
+
+
+def test_a_link_says_when_it_is_full_of_grants_that_nobody_takes() -> None:
+    host = make_host()
+    source = host.experience_source()
+    granted = 0
+    while source.has_room(0, STREAMS):
+        source.grant(0, 1, slots(0, 1, 2))
+        granted += 1
+    assert granted >= 4, "two credits of two lives"
+    with pytest.raises(PeerError, match="ring is full"):
+        source.grant(0, 1, slots(0, 1, 2))
+    assert other(host).experience_sink(0, 2).try_claim() is None, "it drops what is not its own"
+    assert source.has_room(0, STREAMS)
+
+
+def test_each_life_is_told_once_and_the_dead_as_0() -> None:
+    host = make_host()
+    source = other(host).experience_source()
+    assert source.lives() == []
+    host.set_life("actor 1", 5)
+    assert source.ready()
+    assert source.lives() == [Life(1, 5)]
+    assert source.lives() == []
+    host.set_life("actor 1", 0)
+    host.set_life("actor 0", 7)
+    assert source.lives() == [Life(0, 7), Life(1, 0)]
+    host.set_life("actor 1", 0)
+    assert source.lives() == []
+    newcomer = other(host).experience_source()
+    assert newcomer.lives() == [Life(0, 7)], "a replay that starts again asks who lives"
+
+
+def test_a_batch_travels_as_keys_and_arrives_with_weights_of_the_probabilities_used() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    source.request()
+    assert (sink.requests(), sink.issued, sink.released) == (1, 0, 0)
+    keys = host.store().keys_of(np.arange(BATCH))
+    sink.answer(draw(host, keys))
+    assert (sink.requests(), sink.issued, sink.released) == (0, 1, 0)
+    assert source.ready()
+    batch = Batch.empty(BatchLayout(host.plan.replay.schema, BATCH))
+    sampled = source.poll(batch)
+    assert sampled is not None
+    assert (sampled.torn, sampled.live) == (0, 50)
+    assert batch.keys.tolist() == keys.tolist()
+    assert batch.indices.tolist() == list(range(BATCH))
+    wanted = np.linspace(1.0, 2.0, BATCH) ** -host.plan.beta
+    assert np.allclose(batch.weights, wanted / wanted.max())
+    assert (sink.issued, sink.released, source.outstanding) == (1, 1, 0)
+    assert source.poll(batch) is None
+
+
+def test_rows_of_a_slot_that_was_evicted_meanwhile_come_without_weight() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    chunk = host.plan.replay.chunk
+    keys = host.store().keys_of(np.array([0, chunk, 0, chunk]))
+    source.request()
+    sink.answer(draw(host, keys))
+    host.store().header_rows[1, GENERATION] += 1
+    batch = Batch.empty(BatchLayout(host.plan.replay.schema, BATCH))
+    sampled = source.poll(batch)
+    assert sampled is not None
+    assert sampled.torn == 2
+    assert (batch.keys == -1).tolist() == [False, True, False, True]
+    assert (batch.weights == 0).tolist() == [False, True, False, True]
+
+
+def test_a_learner_that_starts_again_finds_what_its_former_life_asked_for() -> None:
+    host = make_host()
+    former, sink = other(host).sample_source(), host.sample_sink()
+    for _ in range(PREFETCH):
+        former.request()
+    sink.answer(draw(host, host.store().keys_of(np.arange(BATCH))))
+    newcomer = other(host).sample_source()
+    assert newcomer.outstanding == PREFETCH
+    assert newcomer.ready()
+    batch = Batch.empty(BatchLayout(host.plan.replay.schema, BATCH))
+    assert newcomer.poll(batch) is not None
+    assert newcomer.outstanding == PREFETCH - 1
+
+
+def test_no_more_batches_are_answered_than_were_asked_for() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    keys = host.store().keys_of(np.arange(BATCH))
+    capacity = host.ring("answers").capacity
+    assert capacity >= PREFETCH
+    for _ in range(capacity):
+        source.request()
+        sink.answer(draw(host, keys))
+    source.request()
+    with pytest.raises(PeerError, match="ring of answers"):
+        sink.answer(draw(host, keys))
+    for _ in range(capacity - 1):
+        source.request()
+    with pytest.raises(PeerError, match="ring of requests"):
+        source.request()
+
+
+def test_priorities_arrive_in_order_and_a_full_link_says_so() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    keys = np.arange(BATCH)
+    sent = 0
+    while source.update(keys + sent, np.full(BATCH, sent, np.float32)):
+        sent += 1
+    assert sent > PREFETCH
+    assert sink.ready()
+    updates = sink.updates()
+    assert [int(k[0]) for k, _ in updates] == list(range(sent))
+    assert [float(p[-1]) for _, p in updates] == list(range(sent))
+    assert sink.updates() == []
+    assert not sink.ready()
+    assert source.update(keys, np.zeros(BATCH, np.float32))
+
+
+def test_parameters_are_the_newest_and_only_what_is_newer() -> None:
+    host = make_host()
+    sink, source = host.parameter_sink(), other(host).parameter_source()
+    size = host.plan.parameter_bytes
+    out = np.zeros(size, np.uint8)
+    assert (source.version, source.newer_than(0, out)) == (0, 0)
+    for version in (1, 2, 5):
+        sink.publish(version, np.full(size, version, np.uint8))
+    assert source.version == 5
+    assert source.newer_than(2, out) == 5
+    assert (out == 5).all()
+    assert source.newer_than(5, out) == 0
+    assert other(host).parameter_sink().version == 5, "a learner's next life goes on from here"
