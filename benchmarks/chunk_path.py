@@ -11,7 +11,7 @@ from benchmarks._harness import clock_ns, percentiles
 from zapex.batch import aligned_zeros
 from zapex.intake import Intake
 from zapex.nstep import ChunkBuilder
-from zapex.rate_limiter import LimiterConfig, RateLimiter
+from zapex.rate_limiter import LimiterConfig
 from zapex.replay import PrioritizedReplay, ReplayLayout
 from zapex.schema import Column, Schema
 from zapex.shm_segment import Segment
@@ -46,10 +46,8 @@ def _make_intake(host: Host) -> Intake:
     replay = PrioritizedReplay(
         CAPACITY, layout.schema, streams=1, chunk=CHUNK, buffer=host.experience
     )
-    limiter = RateLimiter(
-        LimiterConfig(
-            samples_per_insert=0, tolerance=0, min_size=1, grant=CHUNK, batch=1, capacity=CAPACITY
-        )
+    limiter = LimiterConfig(
+        samples_per_insert=0, tolerance=0, min_size=1, grant=CHUNK, batch=1, capacity=CAPACITY
     )
     source = host.experience_source()
     return Intake(source, replay, limiter, actors=1, streams_per_actor=1)
