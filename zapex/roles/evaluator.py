@@ -203,6 +203,7 @@ class Evaluator:
     def do_work(self) -> int:
         """One step of the evaluation that is under way, or 0 while none is due."""
         if self._evaluation is None and not self._begin():
+            self._metrics.enter("idle")  # also its sign of life
             return 0
         assert self._evaluation is not None
         self._metrics.enter("evaluate")
