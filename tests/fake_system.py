@@ -248,6 +248,7 @@ class System:
         assert isinstance(server, ReplayServer)
         self.roles["replay"] = server
         self.replay, self.intake, self.limiter = server._replay, server._intake, server._limiter
+        server.do_work()  # nobody looks before
 
     def start_learner(self) -> None:
         dqn: Any = FakeDqn(self)

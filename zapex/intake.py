@@ -70,8 +70,7 @@ class Intake:
             self._incarnations[life.actor] = life.incarnation
             self._take_back(life.actor, life.incarnation)
             work += 1
-        if work:
-            self.evicted += self._replay.evict_excess(issued)
+        self.evicted += self._replay.evict_excess(issued)
         work += self._replay.ledger.release(released)
         for actor in self.waiting:
             work += self._grant(actor)
