@@ -238,3 +238,13 @@ def test_this_process_is_seen_to_use_the_processor():
     assert snapshot.parent_cpu_cores > 0.0
     assert snapshot.memory_bytes > snapshot.facts.shared_bytes
     assert os.getpid() in monitor._processes._handles
+
+
+def test_the_last_picture_shows_what_the_roles_used_while_they_lived():
+    fake, monitor = fake_run.started()
+    before = monitor.look()
+    for _, block in fake.roles:
+        block.leave()
+    for then, now in zip(before.roles, monitor.look(final=True).roles, strict=True):
+        assert (now.cpu_cores, now.private_bytes) == (then.cpu_cores, then.private_bytes)
+    assert any(view.private_bytes for view in before.roles)

@@ -115,6 +115,7 @@ class Monitor:
         self._message_count = 0
         self._failed: set[int] = set()
         self._processes = _Processes()
+        self._pids: dict[str, int] = {}
         # (time, per role sums) of the last few looks: the base of all rates.
         self._history: deque[tuple[int, dict[Role, dict[str, float]]]] = deque()
         self._first = (facts.started_ns, self._sums())
@@ -166,7 +167,8 @@ class Monitor:
         """Read every block now. At the end rates and shares are those of the whole session."""
         now = time.perf_counter_ns()
         if not final:  # by then the processes are gone: the last they used is remembered
-            self._processes.look([block.pid for _, block in self._roles], now)
+            self._pids = {name: block.pid for name, block in self._roles}
+            self._processes.look(list(self._pids.values()), now)
         sums = self._sums()
         self._history.append((now, sums))
         while len(self._history) > 2 and now - self._history[1][0] >= _WINDOW_S * 1e9:
@@ -246,7 +248,7 @@ class Monitor:
         table = TABLES[role]
         totals = {name: sums[f"phase/{name}"] for name in table.phases}
         window = {n: max(0.0, s - before.get(f"phase/{n}", 0.0)) for n, s in totals.items()}
-        pids = [block.pid for _, block in self._roles if block.role == role]
+        pids = [self._pids.get(name, 0) for name, block in self._roles if block.role == role]
         phases, phases_total = _shares(window), _shares(totals)
         return RoleView(
             role=role,
