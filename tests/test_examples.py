@@ -1,5 +1,6 @@
 """Documentation and examples run as they are written."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +23,8 @@ def test_every_block_of_the_library_documentation_runs(capsys):
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=110,
-        check=True,
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, text=True, timeout=110, check=True,
     ).stdout  # fmt: skip
 
 

@@ -195,3 +195,35 @@ def test_priorities_of_zero_are_never_drawn_and_too_few_others_are_refused():
 def test_settings_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         new_replay(**options)
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_in_a_random_stream_no_stale_update_lands_anywhere_and_the_count_is_exact(rounds):
+    replay = new_replay(2000, alpha=1.0, eps=0.0, chunk=16)
+    rng = np.random.default_rng(3)
+    keys, priorities = np.zeros(0, np.int64), np.zeros(0)
+    applied = stale = 0
+    for _ in range(rounds):
+        count = int(rng.integers(1, 300))
+        new = 1.0 + rng.random(count)
+        obs = np.arange(count + 1, dtype=np.float32)[:, None] * np.ones(2, np.float32)
+        new_keys = replay.extend(
+            obs=obs[:-1], next_obs=obs[1:], action=np.zeros(count, np.int64),
+            reward=np.zeros(count), terminated=np.zeros(count, bool), priorities=new,
+        )  # fmt: skip
+        # The naive twin: everything that ever was, of which the newest len(replay) are there.
+        keys, priorities = np.append(keys, new_keys), np.append(priorities, new)
+        first = len(keys) - len(replay)
+        drawn = rng.integers(max(0, len(keys) - 20_000), len(keys), 10_000)
+        values = rng.random(10_000) + 1.0
+        there = drawn >= first
+        result = replay.update_priorities(keys[drawn], -values)
+        assert result == (there.sum(), (~there).sum())
+        applied, stale = applied + result[0], stale + result[1]
+        priorities[drawn[there]] = values[there]  # of equal ones the last
+        indices, fit = replay.store.indices_of(keys[first:])
+        assert fit == len(replay)
+        np.testing.assert_array_equal(replay.tree.leaves[indices], priorities[first:])
+        assert (replay.tree.leaves > 0).sum() == len(replay)
+    assert (replay.updates_applied, replay.updates_stale) == (applied, stale)
+    assert stale > 0.5 * rounds * 10_000 or rounds < 100

@@ -4,25 +4,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from zapex.errors import InvalidPriority, SchemaError
 from zapex.schema import Schema
 
+BOOL, INT64 = np.dtype(np.bool_), np.dtype(np.int64)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
-def column(value: Any, dtype: DTypeLike, shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """`value` as an array of that dtype; a conversion may lose precision, never the kind.
+
+def column(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    """`value` as a contiguous array; a conversion may lose precision, never the kind.
 
     Raises SchemaError for another shape, or a dtype of another kind (float for int, int for bool).
     """
     array = np.asarray(value)
-    if array.dtype != dtype:
+    if array.dtype is not dtype and array.dtype != dtype:
         if not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise SchemaError(f"{name} must be {np.dtype(dtype)}, got {array.dtype}")
+            raise SchemaError(f"{name} must be {dtype}, got {array.dtype}")
         array = array.astype(dtype)
     if array.shape != shape:
         raise SchemaError(f"{name} must have shape {shape}, got {array.shape}")
-    return array
+    # Kernels are compiled for contiguous, writeable arrays and for nothing else.
+    return array if array.flags.carray else array.copy()
 
 
 def observations(schema: Schema, obs: Any, rows: int, name: str) -> dict[str, NDArray[Any]]:
@@ -37,7 +41,9 @@ def observations(schema: Schema, obs: Any, rows: int, name: str) -> dict[str, ND
     if found.keys() != columns.keys():
         raise SchemaError(f"{name} must have {sorted(columns)}, got {sorted(found)}")
     return {
-        key: column(found[key], c.dtype, (rows, *c.value_shape), name + key.removeprefix("obs"))
+        key: column(
+            found[key], np.dtype(c.dtype), (rows, *c.value_shape), name + key.removeprefix("obs")
+        )
         for key, c in columns.items()
     }
 
@@ -54,12 +60,12 @@ def stage(schema: Schema, action: Any, extras: Mapping[str, Any], staged: NDArra
     rows = len(staged)
     for name, c in columns.items():
         value = action if name == "action" else extras[name]
-        staged[name] = column(value, c.dtype, (rows, *c.shape), name)
+        staged[name] = column(value, np.dtype(c.dtype), (rows, *c.shape), name)
 
 
 def magnitudes(priorities: Any, rows: int) -> NDArray[np.float64]:
     """|priorities| (R,) float64. Raises InvalidPriority for NaN and infinities, SchemaError."""
-    found = np.abs(column(priorities, np.float64, (rows,), "priorities"))
+    found: NDArray[np.float64] = np.abs(column(priorities, FLOAT64, (rows,), "priorities"))
     if not np.isfinite(found).all():
         row = int(np.flatnonzero(~np.isfinite(found))[0])
         raise InvalidPriority(

@@ -67,6 +67,8 @@ from zapex.schema import (
     gather_tables,
 )
 
+GatherArguments = tuple[Any, Any, Any, int, int, int, int, int, Any, Any, Any]
+
 OFFSET_BITS, SLOT_BITS, GENERATION_BITS, SHARD_BITS = 8, 19, 28, 8
 MAX_SLOTS = 1 << SLOT_BITS
 NO_KEY = -1
@@ -237,7 +239,7 @@ class ChunkStore:
         self.header_rows = self.headers.reshape(slots, HEADER_WORDS)
         longest = max(c.item_bytes for c in layout.schema.obs_columns.values())
         self._zeros = np.zeros(longest, np.uint8)
-        self._arguments: dict[int, tuple[BatchLayout, tuple[Any, ...]]] = {}
+        self._arguments: dict[int, tuple[BatchLayout, GatherArguments]] = {}
 
     @staticmethod
     def required_bytes(layout: ChunkLayout, slots: int) -> int:
@@ -293,14 +295,14 @@ class ChunkStore:
             raise IndexError("a key points outside of the store")
         return gather_kernel(keys, *self.gather_arguments(layout), memory, out_keys)
 
-    def gather_arguments(self, layout: BatchLayout) -> tuple[Any, ...]:
+    def gather_arguments(self, layout: BatchLayout) -> GatherArguments:
         """What `gather_kernel` takes between the keys and the batch's memory."""
         # By identity: hashing a layout takes longer than copying a small batch.
         known = self._arguments.get(id(layout))
         if known is not None:
             return known[1]
         sections = self.layout.sections
-        found = (
+        found: GatherArguments = (
             self.mem, self.mem16, self.headers, self.bodies_offset, self.layout.body_bytes,
             sections["obs_frames"].offset, sections["next_obs_frames"].offset,
             self.layout.schema.stack, *gather_tables(self.layout, layout), self._zeros,

@@ -464,14 +464,17 @@ class ChunkBuilder:
 
     def take_closed(self) -> NDArray[np.int64]:
         """Slots committed since the last call, in order."""
-        count = self._words[_CLOSED]
+        count = self._words.item(_CLOSED)
         self._words[_CLOSED] = 0
         return self._closed[:count].copy()
 
     def last_completed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Transitions that the last `add` completed: indices and |priorities| (-1: none)."""
-        count = self._words[_COMPLETED]
-        return self._completed[:count].copy(), self._completed_priority[:count].copy()
+        """Transitions that the last `add` completed: indices and |priorities| (-1: none).
+
+        Views, good until the next `add`.
+        """
+        count = self._words.item(_COMPLETED)
+        return self._completed[:count], self._completed_priority[:count]
 
     @property
     def held(self) -> NDArray[np.int64]:

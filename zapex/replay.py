@@ -21,6 +21,7 @@ from zapex.writer import Autoreset, Writer
 __all__ = ["Draw", "Method", "PrioritizedReplay", "ReplayLayout", "importance_weights"]
 
 Normalise = Literal["batch", "memory"]
+_METHODS, _NORMALISE = get_args(Method), get_args(Normalise)  # in the order of sampling.py
 
 
 class PrioritizedReplay(ReplayCore):
@@ -121,18 +122,18 @@ class PrioritizedReplay(ReplayCore):
         returns = np.asarray(reward)
         rows = returns.size
         numbers = np.empty((rows, 3), np.float32)
-        numbers[:, 0] = arguments.column(returns, np.float32, (rows,), "reward")
+        numbers[:, 0] = arguments.column(returns, arguments.FLOAT32, (rows,), "reward")
         if terminated is None and discount is None:
             raise SchemaError(
                 "extend needs terminated or discount: where does no bootstrap follow?"
             )
         numbers[:, 1] = schema.gamma**schema.n_step
         if discount is not None:
-            numbers[:, 1] = arguments.column(discount, np.float32, (rows,), "discount")
+            numbers[:, 1] = arguments.column(discount, arguments.FLOAT32, (rows,), "discount")
         if terminated is not None:
-            numbers[arguments.column(terminated, np.bool_, (rows,), "terminated"), 1] = 0.0
+            numbers[arguments.column(terminated, arguments.BOOL, (rows,), "terminated"), 1] = 0.0
         if truncated is not None:
-            arguments.column(truncated, np.bool_, (rows,), "truncated")
+            arguments.column(truncated, arguments.BOOL, (rows,), "truncated")
         magnitudes = np.full(rows, -1.0)
         if priorities is not None:
             magnitudes = arguments.magnitudes(priorities, rows)
@@ -282,10 +283,10 @@ class PrioritizedReplay(ReplayCore):
             out.layout.batch_size != batch_size or out.layout.schema is not self.layout.schema
         ):
             self._check_out(out, batch_size)
-        if method not in get_args(Method) or normalise not in get_args(Normalise):
+        if method not in _METHODS or normalise not in _NORMALISE:
             raise ConfigError(
-                f"method must be one of {get_args(Method)} and normalise one of "
-                f"{get_args(Normalise)}, got {method!r} and {normalise!r}"
+                f"method must be one of {_METHODS} and normalise one of {_NORMALISE}, "
+                f"got {method!r} and {normalise!r}"
             )
         with self.lock:
             limiter = self._limiter
@@ -309,11 +310,11 @@ class PrioritizedReplay(ReplayCore):
         store, tree = self.store, self.tree
         rows = batch.layout.batch_size
         distinct = method == "without_replacement"
-        before = self.rng.bit_generator.state if distinct else None
+        before = self.rng.bit_generator.state if distinct else {}
         if not tree.total > 0.0:
             raise NotEnoughData("every priority is 0: there is nothing to draw")
         drawn = batch_kernel(
-            get_args(Method).index(method), beta, normalise == "memory", tree._nodes,
+            _METHODS.index(method), beta, normalise == "memory", tree._nodes,
             tree._offsets, tree.capacity, self.rng.random(rows), self.shard, self.layout.chunk,
             *store.gather_arguments(batch.layout), batch.memory, batch.indices, batch.keys,
             batch.weights,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex.arguments import column
+from zapex.arguments import FLOAT64, INT64, column
 from zapex.batch import aligned_zeros
 from zapex.chunk_store import ChunkStore, SlotLedger, chunk_length, slots_needed
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
-from zapex.sampling import REFUSED, reprioritise_kernel
+from zapex.sampling import REFUSED, prioritise_kernel, reprioritise_kernel
 from zapex.schema import COMMITTED, COUNT, MAX_CHUNK, ChunkLayout, Schema, align
 from zapex.sumtree_numba import SumTree
 
@@ -186,16 +186,11 @@ class ReplayCore:
             return self.ledger.accept(slot)
 
     def _set_leaves(self, indices: NDArray[np.int64], magnitudes: NDArray[np.float64]) -> None:
-        """Leaves of new transitions; the largest so far where |priority| is not given (< 0).
-
-        An actor's bad number must not stop the server: it counts as not given.
-        """
-        given = (magnitudes >= 0.0) & (magnitudes < np.inf)
-        leaves = (np.where(given, magnitudes, 0.0) + self.eps) ** self.alpha
-        leaves[~given] = self._largest_leaf
-        self.tree.update(indices, leaves)
-        if len(leaves):
-            self._largest_leaf = max(self._largest_leaf, float(leaves.max()))
+        """Leaves of new transitions; the largest so far where |priority| is not given (< 0)."""
+        self._largest_leaf = prioritise_kernel(
+            indices, magnitudes, self.alpha, self.eps, self._largest_leaf, self.tree._nodes,
+            self.tree._offsets, self.tree.capacity,
+        )  # fmt: skip
 
     def evict_excess(self, issued: int = 0) -> int:
         """FIFO: evict chunks until capacity holds; returns how many transitions went."""
@@ -243,13 +238,12 @@ class ReplayCore:
         Raises InvalidPriority for NaN or infinity, SchemaError, and changes nothing then.
         """
         keys = np.asarray(keys)
-        keys = column(keys, np.int64, (keys.size,), "keys")
-        given = column(priorities, np.float64, keys.shape, "priorities")
+        keys = column(keys, INT64, (keys.size,), "keys")
+        given = column(priorities, FLOAT64, keys.shape, "priorities")
         with self.lock:
             applied, stale, largest = reprioritise_kernel(
-                np.ascontiguousarray(keys), np.ascontiguousarray(given), self.alpha, self.eps,
-                self.shard, self.layout.chunk, self.store.headers, self.tree._nodes,
-                self.tree._offsets, self.tree.capacity,
+                keys, given, self.alpha, self.eps, self.shard, self.layout.chunk,
+                self.store.headers, self.tree._nodes, self.tree._offsets, self.tree.capacity,
             )  # fmt: skip
             if applied == REFUSED:
                 raise InvalidPriority(

@@ -1,4 +1,4 @@
-"""A batch in one kernel: draw, weigh and copy; and its new priorities in another."""
+"""Draw, weigh and copy a batch in one kernel; set priorities, new ones or of new items, in one."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from zapex.chunk_store import NO_KEY, gather_kernel, indices_kernel, keys_kernel
 from zapex.jit import kernel
 from zapex.sumtree_kernels import (
     min_positive_kernel,
+    priority_limit,
     sample_distinct_kernel,
     sample_kernel,
     update_kernel,
@@ -51,6 +52,27 @@ def batch_kernel(method: int, beta: float, by_memory: bool, nodes: Any, offsets:
     gather_kernel(keys, mem, mem16, headers, bodies, body_bytes, obs_frames, next_frames, stack,
                   frame_table, step_table, zeros, batch, keys)  # fmt: skip
     return len(indices)
+
+
+@kernel
+def prioritise_kernel(indices: Any, magnitudes: Any, alpha: float, eps: float, largest: float,
+                      nodes: Any, offsets: Any, capacity: int) -> float:  # fmt: skip
+    """Leaves of new transitions: (|priority| + eps)^alpha, or `largest` where none is given.
+
+    A number that is negative, NaN or infinite counts as not given: an actor's bad number must not
+    stop the server. Returns the largest leaf so far.
+    """
+    leaves = np.empty(len(indices))
+    limit = priority_limit(capacity)
+    most = largest
+    for b in range(len(indices)):
+        leaf = (magnitudes[b] + eps) ** alpha
+        if not (magnitudes[b] >= 0.0 and leaf <= limit):
+            leaf = largest
+        leaves[b] = leaf
+        most = max(most, leaf)
+    update_kernel(nodes, offsets, capacity, indices, leaves)
+    return most
 
 
 @kernel

@@ -279,7 +279,7 @@ def _read_chunk(folder: Path, chunk: StoredChunk, body: NDArray[np.uint8]) -> No
     with (folder / Path(chunk.file).name).open("rb") as file:
         file.seek(chunk.position)
         got = file.readinto(body.data)
-    if got != body.nbytes or zlib.crc32(body) != chunk.crc32:
+    if got != body.nbytes or zlib.crc32(body.data) != chunk.crc32:
         raise CheckpointError(f"{folder / chunk.file} is damaged at byte {chunk.position}")
 
 

@@ -32,12 +32,12 @@ _WORDS = 13
 
 
 @kernel
-def _block_differs(a: Any, b: Any) -> int:
+def _block_differs(a: Any, b: Any) -> Any:
     # Slices as arguments and no way out in the middle: LLVM vectorises this loop.
     difference = np.uint8(0)
     for k in range(a.shape[0]):
         difference |= a[k] ^ b[k]
-    return np.int64(difference)
+    return difference != 0
 
 
 @kernel
@@ -79,9 +79,9 @@ def _is_frame(frame: int, row: int, j: int, stack: int, obs: Any, mem: Any, zero
 
 
 @kernel
-def _place(guess: int, row: int, j: int, stack: int, obs: Any, mem: Any, zeros: Any, words: Any,
+def _place(guess: Any, row: int, j: int, stack: int, obs: Any, mem: Any, zeros: Any, words: Any,
            frame_table: Any, levels: Any, hashes: Any, chunk_levels: Any,
-           factors: Any) -> int:  # fmt: skip
+           factors: Any) -> Any:  # fmt: skip
     """The chunk's frame for place j of the row's stack: the guess, a known one, or a new one.
 
     A column with a short stack has no frame at the first places. A frame's level says how short a
@@ -130,7 +130,7 @@ def _place(guess: int, row: int, j: int, stack: int, obs: Any, mem: Any, zeros: 
 def pack_kernel(start: int, obs: Any, next_obs: Any, staged: Any, numbers: Any, words: Any,
                 headers: Any, mem: Any, mem16: Any, mem32: Any, frame_table: Any, step_table: Any,
                 levels: Any, hashes: Any, chunk_levels: Any, factors: Any, last: Any, zeros: Any,
-                indices: Any) -> int:  # fmt: skip
+                indices: Any) -> Any:  # fmt: skip
     """Rows from `start` on into the open slot; the row that needs another slot, or the number."""
     stack = levels.shape[0]
     count = numbers.shape[0]
@@ -145,8 +145,8 @@ def pack_kernel(start: int, obs: Any, next_obs: Any, staged: Any, numbers: Any, 
         at = (body + words[_OBS_FRAMES]) // 2 + row * stack
         next_at = (body + words[_NEXT_FRAMES]) // 2 + row * stack
         for j in range(2 * stack):
+            guess = np.int64(_UNKNOWN)
             if j < stack:
-                guess = _UNKNOWN
                 if row > 0 and j < stack - 1:
                     guess = np.int64(last[0, j + 1])
                 elif row > 0 and n <= stack:
@@ -155,7 +155,6 @@ def pack_kernel(start: int, obs: Any, next_obs: Any, staged: Any, numbers: Any, 
                                hashes, chunk_levels, factors)  # fmt: skip
             else:
                 k = j - stack
-                guess = _UNKNOWN
                 if k + n < stack:
                     guess = np.int64(mem16[at + k + n])
                 elif row > 0 and k < stack - 1:
@@ -283,8 +282,9 @@ class TransitionPacker:
         indices (B,) gets where each row is.
         """
         store = self._store
-        return pack_kernel(
+        done: int = pack_kernel(
             start, obs, next_obs, staged, numbers, self._words, store.headers, store.mem,
             store.mem16, self._mem32, self._frame_table, self._step_table, self._levels,
             self._hashes, self._chunk_levels, self._factors, self._last, self._zeros, indices,
         )  # fmt: skip
+        return done

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from zapex import arguments
 from zapex.errors import ConfigError, ReplayError, SchemaError
+from zapex.jit import kernel
 from zapex.nstep import CUT, END, ChunkBuilder
 from zapex.schema import LIVE
 
@@ -16,7 +17,22 @@ if TYPE_CHECKING:
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 
+SOME_OVER, SOME_END = 1, 2
 _STACK_CHECKS = 32  # steps in which it is looked at whether a stack really is one
+
+
+@kernel
+def look_kernel(terminated: Any, truncated: Any, over: Any, flags: Any, playing: Any,
+                ends: Any) -> int:  # fmt: skip
+    """What a step means for each stream; whether an episode is over, or ends, in some."""
+    some = 0
+    for i in range(len(over)):
+        end = terminated[i] | truncated[i]
+        flags[i] = terminated[i] * CUT + end * END
+        playing[i] = not over[i]
+        ends[i] = end and not over[i]
+        some |= over[i] * SOME_OVER + ends[i] * SOME_END
+    return some
 
 
 class Writer:
@@ -66,6 +82,8 @@ class Writer:
             self._begin(wanted, found)
             self._over = self._over & ~wanted
             self._ever_begun = True
+            if self._stacks_to_check:
+                self._remember(found, wanted)
 
     def add(
         self,
@@ -91,23 +109,23 @@ class Writer:
         streams, replay, builder = self.num_envs, self._replay, self._builder
         found = arguments.observations(self._schema, next_obs, streams, "next_obs")
         terminals = self._flags(terminated, "terminated")
-        ends = terminals | self._flags(truncated, "truncated")
-        flags = terminals * np.int64(CUT) + ends * np.int64(END)
-        rewards = arguments.column(reward, np.float64, (streams,), "reward")
+        truncations = self._flags(truncated, "truncated")
+        rewards = arguments.column(reward, arguments.FLOAT64, (streams,), "reward")
         given = None if priority is None else arguments.magnitudes(priority, streams)
         arguments.stage(self._schema, action, extras, self._staged)
         with replay.lock:
             self._demand_open()
             over = self._over
-            if over.any() and (self.autoreset != "next_step" or not self._ever_begun):
+            flags, playing = np.empty(streams, np.int64), np.empty(streams, np.bool_)
+            ends = np.empty(streams, np.bool_)
+            some = look_kernel(terminals, truncations, over, flags, playing, ends)
+            if some & SOME_OVER and (self.autoreset != "next_step" or not self._ever_begun):
                 raise ReplayError(
                     f"the episode of stream {int(over.argmax())} is over or never began: give its "
                     "first observation with reset(obs, mask)"
                 )
-            playing = ~over
-            ends &= playing
             last = found
-            if self.autoreset == "same_step" and ends.any():
+            if self.autoreset == "same_step" and some & SOME_END:
                 last = self._with_final(found, ends, final_obs)
             if self._stacks_to_check:
                 self._check_stacks(playing, last)
@@ -115,11 +133,15 @@ class Writer:
             builder.staged[:] = self._staged
             self._noted = 0
             self._until_done(lambda: builder.add(playing, flags, last, rewards, priority=given))
-            if self.autoreset == "same_step":
-                self._begin(ends, found)
-            else:
-                self._begin(over, found)
+            if self.autoreset != "same_step":
                 self._over = ends
+            begins, any_begin = (
+                (ends, SOME_END) if self.autoreset == "same_step" else (over, SOME_OVER)
+            )
+            if some & any_begin:
+                self._begin(begins, found)
+            if self._stacks_to_check:
+                self._remember(found)
 
     def flush(self) -> None:
         """Close every open chunk, so that the FIFO may evict it. Sampling does not wait for it."""
@@ -147,15 +169,10 @@ class Writer:
             raise ReplayError("this writer is closed: ask the replay for another")
 
     def _flags(self, value: ArrayLike, name: str) -> NDArray[np.bool_]:
-        return arguments.column(value, np.bool_, (self.num_envs,), name)
+        return arguments.column(value, arguments.BOOL, (self.num_envs,), name)
 
     def _begin(self, mask: NDArray[np.bool_], obs: dict[str, NDArray[Any]]) -> None:
-        if mask.any():
-            self._until_done(lambda: self._builder.begin(mask, obs))
-        if self._stacks_to_check:
-            for name, array in obs.items():
-                before = self._last.setdefault(name, array.copy())
-                before[mask | ~self._over] = array[mask | ~self._over]
+        self._until_done(lambda: self._builder.begin(mask, obs))
 
     def _until_done(self, step: Callable[[], int]) -> None:
         """Builder calls until every stream is done, with slots as it needs them."""
@@ -191,6 +208,13 @@ class Writer:
             for name, array in arguments.observations(self._schema, row, 1, "final_obs").items():
                 last[name][i] = array[0]
         return last
+
+    def _remember(
+        self, obs: dict[str, NDArray[Any]], mask: NDArray[np.bool_] | None = None
+    ) -> None:
+        for name, array in obs.items():
+            before = self._last.setdefault(name, array.copy())
+            before[mask] = array[mask]
 
     def _check_stacks(self, playing: NDArray[np.bool_], found: dict[str, NDArray[Any]]) -> None:
         """Frames are kept once, so a stack must be the one before it, shifted by a frame."""
