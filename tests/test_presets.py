@@ -8,7 +8,7 @@ import pytest
 from zapex.config import Config
 from zapex.errors import ConfigError
 from zapex.machine import Machine
-from zapex.presets import TABLE, Task, check_memory, choose, explain, replay_bytes
+from zapex.presets import TABLE, Task, check_memory, choose, explain, outlook, replay_bytes
 from zapex.schema import Column, Schema
 
 GIB = 2**30
@@ -121,3 +121,12 @@ def test_gpus_are_counted_as_cuda_would_show_them(
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert Machine.look(visible, tmp_path).gpus == count
+
+
+def test_what_to_expect_is_what_was_seen_within_the_time():
+    assert "of 64 after 10" in outlook("laptop", "ALE/Breakout-v5", 10, True)
+    assert "of 23 after 6" in outlook("laptop", "ALE/Breakout-v5", 7.5, True)
+    assert "of 64 after 10" in outlook("laptop", "ALE/Breakout-v5", 0, True)
+    assert "5.8 M frames" in outlook("laptop", "ALE/Qbert-v5", 10, True)
+    assert "not measured" in outlook("laptop", "Acrobot-v1", 10, False)
+    assert "not measured" in outlook("paper", "ALE/Breakout-v5", 10, True)

@@ -192,12 +192,14 @@ def _train(args: list[str]) -> int:
     else:
         config = config.replace(run_dir=str(_new_run_directory(config)))
     from zapex import launch, preflight
-    from zapex.presets import explain
+    from zapex.presets import explain, outlook
 
     preflight.demand(_findings(run))
     print(run.spec.describe, *run.spec.notes, sep="\n")
     print(explain(run.chosen))
-    print(_until(config, run.spec), flush=True)
+    print(_until(config, run.spec))
+    preset = str(run.chosen["preset"].value)
+    print(outlook(preset, run.spec.env_id, config.run.max_minutes, run.spec.atari), flush=True)
     return launch.train(config, run.spec)
 
 

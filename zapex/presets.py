@@ -143,6 +143,32 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
 }
 """(preset, kind of observation) -> flat setting -> (value or how to find it, reason)."""
 
+SEEN: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
+    ("laptop", "ALE/Breakout-v5"): ((2, 13), (4, 15), (6, 23), (8, 36), (10, 64)),
+    ("laptop", "ALE/Pong-v5"): ((4, -13), (6, -9), (9, 11), (11, 18), (16, 21)),
+    ("laptop", "CartPole-v1"): ((0.5, 500),),
+}
+"""What evaluations of a run on two cores came to: (minutes, mean return), of benchmarks/results."""
+_FRAMES_PER_MINUTE = 580_000  # of a game on those two cores, acting and learning
+
+
+def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
+    """What to expect of a run of so many minutes (0: no limit), from what was measured."""
+    if preset != "laptop":
+        return "What to expect: this preset was not measured; the speed is shown as it goes."
+    seen = SEEN.get((preset, env_id), ())
+    within = [point for point in seen if not minutes or point[0] <= minutes]
+    if within:
+        reached, value = within[-1]
+        return (
+            f"What to expect: a run on two cores had a mean return of "
+            f"{value:g} after {reached:g} minutes."
+        )
+    if not atari:
+        return "What to expect: this environment was not measured; small tasks take minutes."
+    frames = f"{minutes * _FRAMES_PER_MINUTE / 1e6:.1f} M" if minutes else "35 M an hour"
+    return f"What to expect: about {frames} frames on two cores; this game was not measured."
+
 
 def choose(preset: str, task: Task, machine: Machine) -> dict[str, Choice]:
     """Values by flat setting name, for `Config.replace`; `auto` becomes what it stands for."""
