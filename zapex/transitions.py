@@ -20,7 +20,7 @@ from zapex.schema import COUNT, HEADER_WORDS, NO_FRAME
 
 _FULL = -1
 _UNKNOWN = 0xFFFE  # no guess; a chunk never has so many frames
-_BLOCK = 512  # bytes compared between two looks at whether they differ
+_BLOCK = 4096  # bytes compared between two looks at whether they differ
 
 # The builder's words.
 (_SLOT, _ROWS, _FRAMES, _CHUNK, _MAX_FRAMES, _BODIES, _BODY_BYTES) = range(7)
