@@ -119,7 +119,7 @@ class TorchRL:
         return self.buffer.sample(n)["index"]
 
     def update(self, indices, priorities):
-        self.buffer.update_priority(indices, self.torch.from_numpy(priorities))
+        self.buffer.update_priority(indices, self.torch.from_numpy(priorities.astype(np.float32)))
 
 
 CONTENDERS = {"zapex": Zapex, "cpprb": Cpprb, "torchrl": TorchRL}
@@ -127,13 +127,17 @@ CONTENDERS = {"zapex": Zapex, "cpprb": Cpprb, "torchrl": TorchRL}
 
 def serve(name, capacity, sweep_bytes):
     contender = CONTENDERS[name]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # some libraries log to where the answers go
     try:
         replay = contender(capacity)
     except Exception as error:  # whatever it is, it is the reason why this one does not take part
-        print("missing", f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
+        print(
+            "missing", f"{type(error).__name__}: {error}".splitlines()[0], file=answers, flush=True
+        )
         return
     version = "" if name == "zapex" else metadata.version(contender.package)
-    print("ready", version, flush=True)
+    print("ready", version, file=answers, flush=True)
     memory = np.zeros(sweep_bytes // 8)
     source = target = np.zeros(0, np.uint8)
     for line in sys.stdin:
@@ -156,7 +160,7 @@ def serve(name, capacity, sweep_bytes):
             start = time.perf_counter_ns()
             np.copyto(target, source)
             times.append([sampled, updated, time.perf_counter_ns() - start])
-        print(json.dumps(times), flush=True)
+        print(json.dumps(times), file=answers, flush=True)
 
 
 if __name__ == "__main__":
