@@ -14,6 +14,7 @@ observation is the first of the new game.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -224,7 +225,11 @@ class _AleStreams(Streams):
             reward_clipping=False,
             **settings,
         )
-        self._seeds: NDArray[np.int64] | None = seeds
+        # Seeding loads every ROM once more, without the GIL: until the first reset the caller can
+        # do other things, such as importing torch.
+        loader = ThreadPoolExecutor(1)
+        self._first: Future[Any] | None = loader.submit(self._envs.reset, seed=seeds)
+        loader.shutdown(wait=False)
         self._emulator = (
             _Emulator(game, int(seeds[0]), max_episode_frames, settings) if film else None
         )
@@ -241,8 +246,8 @@ class _AleStreams(Streams):
         del self._envs
 
     def _begin(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        obs, info = self._envs.reset(seed=self._seeds)
-        self._seeds = None
+        obs, info = self._first.result() if self._first else self._envs.reset()
+        self._first = None
         if self._emulator:
             self._emulator.begin(info["episode_frame_number"][0])
         return obs, info["lives"]

@@ -137,22 +137,31 @@ class Clock:
 
 def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock) -> DutyCycle:
     """The actor's role."""
+    from zapex import streams
+
+    config, spec = run.config, run.spec
+    size = config.actor.envs_per_actor
+    first = actor * size
+    # A restarted actor must not play its former life's games again.
+    life = [incarnation] if actor_restarted(host, actor) else []
+    environments, actions = run.seed(first, *life).spawn(2)
+    # Before torch is imported: Atari's games go on loading meanwhile.
+    played = streams.make(
+        spec,
+        size,
+        seed=int(environments.generate_state(1)[0]),
+        num_threads=config.actor.env_threads,
+        max_episode_frames=config.env.max_episode_frames,
+    )
     import torch
 
-    from zapex import streams
     from zapex.agent.exploration import epsilon_ladder
     from zapex.agent.policy import Policy
     from zapex.nstep import ChunkBuilder
     from zapex.roles.actor import Actor
 
-    config, spec = run.config, run.spec
     torch.set_num_threads(config.actor.actor_threads)
-    size = config.actor.envs_per_actor
-    first = actor * size
     ladder = epsilon_ladder(config.streams, config.actor.eps_base, config.actor.eps_alpha)
-    # A restarted actor must not play its former life's games again.
-    life = [incarnation] if actor_restarted(host, actor) else []
-    environments, actions = run.seed(first, *life).spawn(2)
     sink = host.experience_sink(actor, incarnation)
     builder = ChunkBuilder(
         sink.store,
@@ -164,13 +173,7 @@ def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock)
     )
     episodes = host.ring(f"episodes {actor}").producer()
     return Actor(
-        streams.make(
-            spec,
-            size,
-            seed=int(environments.generate_state(1)[0]),
-            num_threads=config.actor.env_threads,
-            max_episode_frames=config.env.max_episode_frames,
-        ),
+        played,
         Policy(run.network()),
         sink,
         host.parameter_source(),
