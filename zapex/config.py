@@ -119,8 +119,8 @@ class LearnerConfig(Section):
     """Width of the hidden layer of each head."""
     channels: int = bounded(32, low=1, high=1 << 10)
     """Filters of an image network's first convolution; the others have twice as many."""
-    loss: Literal["huber", "squared"] = "huber"
-    """Of the TD error."""
+    loss: Literal["huber", "squared"] = "squared"
+    """Of the TD error; the paper's is half its square."""
     device: Literal["auto", "cpu", "cuda"] = bounded("auto", local=True)
     """Where the learner computes."""
     precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
