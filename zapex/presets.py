@@ -81,8 +81,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "loss": ("huber", "large errors early on do not dominate"),
         "hidden": (256, "the paper's 512 takes half as long again"),
         "channels": (16, "half of the paper's filters learn from twice as many samples a second"),
-        "eval_period_s": (120.0, "often enough for a curve"),
-        "eval_episodes": (10, "a few seconds of a core"),
+        "eval_period_s": (240.0, "ten games take a core for half a minute"),
         **_ONE_THREAD,
     },
     ("laptop", "vector"): {
