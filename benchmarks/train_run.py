@@ -1,0 +1,175 @@
+"""One `zapex train` of its own, looked at from outside through the memory that its parent holds.
+
+Looking costs the run nothing: counters and phases are words of shared memory (zapex.metrics), and
+processor times are the kernel's own.
+"""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+
+from benchmarks._harness import ROOT
+from zapex.config import Config
+from zapex.environments import EnvironmentSpec
+from zapex.errors import SharedMemoryError
+from zapex.flags import read_settings
+from zapex.metrics import RoleMetrics
+from zapex.shm_transport import Host
+from zapex.topology import Run
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that only grows, at one moment. Seconds; names are those of the processes.
+
+    roles: counters, gauges and "phase/<name>" of each role. cpu_s: of all threads, the parent's
+    too. queued_s: how long threads were ready to run and had no core.
+    """
+
+    time_s: float
+    roles: dict[str, dict[str, float]]
+    cpu_s: dict[str, float]
+    queued_s: dict[str, float]
+    idle_s: float
+    stolen_s: float
+
+
+def zapex_command() -> list[str]:
+    """What a user types, of the Python that runs this."""
+    script = Path(sys.executable).with_name("zapex")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "zapex.cli"]
+
+
+class TrainRun:
+    """`zapex train --plain ARGUMENTS` in a fresh run directory; left, it is ended and removed.
+
+    began_s: `time.monotonic()` at the command. environment: variables that differ from ours.
+    """
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._directory = tempfile.TemporaryDirectory(prefix="zapex-bench-")
+        self.path = Path(self._directory.name) / "run"
+        self._log = Path(self._directory.name) / "log"
+        self._blocks: dict[str, RoleMetrics] = {}
+        self.nbytes = 0
+        told = ["--env", spec.env_id, "--plain", "--run-dir", str(self.path)]
+        with self._log.open("wb") as log:
+            self.began_s = time.monotonic()
+            self.process = subprocess.Popen(
+                [*zapex_command(), "train", *told, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                cwd=ROOT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.end()
+        finally:
+            self._directory.cleanup()
+
+    def end(self) -> None:
+        """Ask it to stop, as Ctrl-C does, and wait until it has."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    @property
+    def log(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def blocks(self) -> dict[str, RoleMetrics]:
+        """The counters of each process, by its name; empty until the memory is there."""
+        if not self._blocks:
+            self._attach()
+        return self._blocks
+
+    def _attach(self) -> None:
+        links = Path(f"/proc/{self.process.pid}/fd")
+        try:
+            held = [fd for fd in links.iterdir() if "memfd:zapex-control" in os.readlink(fd)]
+            if not held:
+                return
+            with held[0].open("rb") as file:
+                mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            settings = read_settings(str(self.path / "config.toml"))
+            plan = Run(Config().replace(**settings), self._spec, self.path).plan
+            control = np.frombuffer(mapping, np.uint8)
+            host = Host(plan, control, np.empty(0, np.uint8), [])
+            self._blocks = {name: host.metrics(name) for name, _ in plan.roles}
+            self.config = Config().replace(**settings)
+            self.nbytes = plan.nbytes + plan.replay.nbytes
+        except (OSError, ValueError, SharedMemoryError):
+            return  # it is only just being made; the next look will see it
+
+    def count(self, name: str, counter: str) -> float:
+        """One counter or gauge now; 0 before there is one."""
+        block = self.blocks().get(name)
+        return block.snapshot(alive=False)[counter] if block else 0.0
+
+    @property
+    def populated(self) -> bool:
+        """Every page of the shared memory has been touched by the parent."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        shared = next((x for x in status.splitlines() if x.startswith("RssShmem:")), "0 0")
+        return self.nbytes > 0 and 1024 * int(shared.split()[1]) >= 0.999 * self.nbytes
+
+    def wait_until(self, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.25) -> None:
+        """Raises RuntimeError, with what the run has printed, where it never comes to that."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the run did not get there:\n{self.log[-4000:]}")
+            time.sleep(poll_s)
+
+    def look(self) -> Look:
+        """Everything now; a process that has not begun yet is left out."""
+        blocks = {name: block for name, block in self.blocks().items() if block.pid}
+        pids = {"parent": self.process.pid} | {name: b.pid for name, b in blocks.items()}
+        machine = psutil.cpu_times()
+        return Look(
+            time_s=time.monotonic(),
+            roles={name: block.snapshot() for name, block in blocks.items()},
+            cpu_s={name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()},
+            queued_s={name: _queued_s(pid) for name, pid in pids.items()},
+            idle_s=machine.idle + machine.iowait,
+            stolen_s=machine.steal,
+        )
+
+
+def _queued_s(pid: int) -> float:
+    """Of the threads that live; their second number is nanoseconds ready without a core."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            total += int((task / "schedstat").read_text().split()[1])
+        except (OSError, IndexError):  # it has just ended, or the kernel does not count this
+            continue
+    return total / 1e9
