@@ -56,12 +56,11 @@ def goal(text: str, value: float, limit: float, unit: str = "", least: bool = Fa
 
 
 def shares(options: Namespace, spec: EnvironmentSpec) -> Result:
-    """What the cores do from when learning runs and all memory is touched, for `minutes`."""
+    """What the cores do from a while after learning began, for `minutes`."""
     seconds = 20.0 if options.quick else 60 * options.minutes
     cores = len(os.sched_getaffinity(0))
     with TrainRun(spec, options.train) as run:
         run.wait_until(lambda: run.count("learner", "batches") >= 20, _START_S)
-        run.wait_until(lambda: run.populated, _START_S)
         run.wait_until(lambda: len(run.look().roles) == len(run.blocks()), _START_S)
         time.sleep(_SETTLE_S)
         before = run.look()
@@ -77,6 +76,7 @@ def shares(options: Namespace, spec: EnvironmentSpec) -> Result:
         "replay_fill": [
             look.roles["replay"]["live"] / config.replay.capacity for look in (before, after)
         ],
+        "populated": [before.populated, after.populated],
         "shares": shares_between(before, after, cores),
         "roles": {name: _role_facts(before, after, name) for name in after.cpu_s},
     }
@@ -104,7 +104,8 @@ def _role_facts(before: Look, after: Look, name: str) -> dict[str, Any]:
     elapsed_s = after.time_s - before.time_s
     facts: dict[str, Any] = {
         "cores_used": (after.cpu_s[name] - before.cpu_s[name]) / elapsed_s,
-        "cores_queued_for": (after.queued_s[name] - before.queued_s[name]) / elapsed_s,
+        "cores_queued_for": (after.queued_s.get(name, 0.0) - before.queued_s.get(name, 0.0))
+        / elapsed_s,
     }
     if name in after.roles:
         phases = phases_between(before, after, name)
@@ -118,7 +119,8 @@ def _print_shares(result: Result) -> None:
         f"{rates['frames']:,.0f} frames/s ({rates['steps']:,.0f} steps/s), "
         f"{rates['batches']:.2f} batches/s x {result['batch_size']} = "
         f"{rates['samples']:,.0f} samples/s; replay {result['replay_fill'][0]:.0%} to "
-        f"{result['replay_fill'][1]:.0%} full; {result['window_s']:.0f} s from "
+        f"{result['replay_fill'][1]:.0%} full, memory {result['populated'][0]:.0%} to "
+        f"{result['populated'][1]:.0%} populated; {result['window_s']:.0f} s from "
         f"{result['began_s']:.0f} s after the command\n\nshare of {result['cores']} cores' time"
     )
     for row, value in sorted(rows.items(), key=lambda item: -item[1]):
@@ -153,7 +155,7 @@ def acting(options: Namespace, spec: EnvironmentSpec) -> Result:
     phases: list[dict[str, float]] = []
     with TrainRun(spec, alone) as run:
         run.wait_until(lambda: run.count("actor 0", "steps") > 0, _START_S)
-        run.wait_until(lambda: run.populated, _START_S)
+        run.wait_until(lambda: run.populated() > 0.999, _START_S)
         bare = _bare_loop(run, spec)
         bare(round_s)
         time.sleep(2 * round_s)
@@ -260,8 +262,9 @@ def startup(options: Namespace, spec: EnvironmentSpec) -> Result:
         print(case)
         spent = {mark: marks[mark] for mark in marks if mark.startswith("cpu, ")}
         for mark, seconds in sorted(marks.items(), key=lambda item: item[1]):
-            if mark not in spent:
+            if mark not in spent and mark != "populated":
                 print(f"  {seconds:7.2f} s  {mark}")
+        print(f"  {marks['populated']:.0%} of the memory was populated by then")
         each = ", ".join(f"{mark[5:]} {seconds:.2f}" for mark, seconds in spent.items())
         print(f"  processor seconds until the first step: {each}")
     for kernels, limit in (("compiled", 40), ("cached", 8)):
@@ -271,7 +274,8 @@ def startup(options: Namespace, spec: EnvironmentSpec) -> Result:
 
 
 def _start_once(spec: EnvironmentSpec, arguments: Sequence[str], cache: str) -> dict[str, float]:
-    """Mark -> seconds from the command; "cpu, ..." -> a process's own until the first step."""
+    """Mark -> seconds from the command; "cpu, ..." -> a process's own until the first step;
+    "populated" -> the share of memory that was by the first batch."""
     seen: dict[str, float] = {}
     used: dict[str, float] = {}
     with TrainRun(spec, arguments, {"XDG_CACHE_HOME": cache}) as run:
@@ -286,7 +290,6 @@ def _start_once(spec: EnvironmentSpec, arguments: Sequence[str], cache: str) -> 
             "first parameters": lambda: run.count("learner", "params_version"),
             "first step": lambda: run.count("actor 0", "steps"),
             "first batch": lambda: run.count("learner", "batches"),
-            "memory is populated": lambda: run.populated,
         }
 
         def all_seen() -> bool:
@@ -298,6 +301,7 @@ def _start_once(spec: EnvironmentSpec, arguments: Sequence[str], cache: str) -> 
             return len(seen) == len(marks)
 
         run.wait_until(all_seen, _START_S, poll_s=0.01)
+        used["populated"] = run.populated()
     return seen | used
 
 

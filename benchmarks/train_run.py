@@ -33,8 +33,9 @@ from zapex.topology import Run
 class Look:
     """All that only grows, at one moment. Seconds; names are those of the processes.
 
-    roles: counters, gauges and "phase/<name>" of each role. cpu_s: of all threads, the parent's
-    too. queued_s: how long threads were ready to run and had no core.
+    roles: counters, gauges and "phase/<name>" of each role. cpu_s: of all threads; of the parent
+    those that populate the memory are told apart. queued_s: how long threads were ready to run and
+    had no core. populated: share of the shared memory that the parent has touched.
     """
 
     time_s: float
@@ -43,6 +44,7 @@ class Look:
     queued_s: dict[str, float]
     idle_s: float
     stolen_s: float
+    populated: float
 
 
 def zapex_command() -> list[str]:
@@ -134,12 +136,11 @@ class TrainRun:
         block = self.blocks().get(name)
         return block.snapshot(alive=False)[counter] if block else 0.0
 
-    @property
-    def populated(self) -> bool:
-        """Every page of the shared memory has been touched by the parent."""
+    def populated(self) -> float:
+        """Share of the shared memory's pages that the parent has touched."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         shared = next((x for x in status.splitlines() if x.startswith("RssShmem:")), "0 0")
-        return self.nbytes > 0 and 1024 * int(shared.split()[1]) >= 0.999 * self.nbytes
+        return 1024 * int(shared.split()[1]) / self.nbytes if self.nbytes else 0.0
 
     def wait_until(self, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.25) -> None:
         """Raises RuntimeError, with what the run has printed, where it never comes to that."""
@@ -154,13 +155,17 @@ class TrainRun:
         blocks = {name: block for name, block in self.blocks().items() if block.pid}
         pids = {"parent": self.process.pid} | {name: b.pid for name, b in blocks.items()}
         machine = psutil.cpu_times()
+        cpu_s = {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
+        threads = psutil.Process(self.process.pid).threads()
+        main_s = sum(t.user_time + t.system_time for t in threads if t.id == self.process.pid)
         return Look(
             time_s=time.monotonic(),
             roles={name: block.snapshot() for name, block in blocks.items()},
-            cpu_s={name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()},
+            cpu_s=cpu_s | {"parent": main_s, "populating": cpu_s["parent"] - main_s},
             queued_s={name: _queued_s(pid) for name, pid in pids.items()},
             idle_s=machine.idle + machine.iowait,
             stolen_s=machine.steal,
+            populated=self.populated(),
         )
 
 

@@ -13,7 +13,7 @@ def _look(
         name: {f"phase/{phase}": value for phase, value in one.items()}
         for name, one in roles.items()
     }
-    return Look(time_s, phases, cpu_s, dict.fromkeys(cpu_s, 0.0), idle_s, 0.0)
+    return Look(time_s, phases, cpu_s, dict.fromkeys(cpu_s, 0.0), idle_s, 0.0, 1.0)
 
 
 BEFORE = _look(
