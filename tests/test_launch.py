@@ -5,12 +5,17 @@ promise a user; the waits for them to get there are long, because the machine ma
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -26,6 +31,12 @@ from zapex.config import Config
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--max-frames", "0", "--plain"]
+VARIABLES = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "TERM": "xterm-256color",
+    "LC_ALL": "C.UTF-8",
+}
 OVER_S = 5.0  # what is promised; see _in_time
 ROLES = {"zapex: actor 0", "zapex: replay", "zapex: learner", "zapex: evaluator"}
 
@@ -42,25 +53,46 @@ def _title(process: psutil.Process) -> str:
     return ""
 
 
+def _terminal_into(file: int) -> int:
+    """A terminal of 100x40 whose output goes to `file` until its last holder closes it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
+    copy = os.dup(file)
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # EIO: nobody holds the other end
+            while data := os.read(ours, 1 << 16):
+                os.write(copy, data)
+        os.close(ours)
+        os.close(copy)
+
+    threading.Thread(target=drain, daemon=True).start()
+    return theirs
+
+
 class Command:
     """`zapex train ...` in a directory of its own; everything it starts ends with the test."""
 
-    def __init__(self, directory: Path, *args: str, main: str = "") -> None:
+    def __init__(self, directory: Path, *args: str, main: str = "", terminal: bool = False) -> None:
         self.directory = directory
         self.output_path = directory / "output.txt"
         self.shared_before = set(os.listdir("/dev/shm"))
         self._children: dict[int, psutil.Process] = {}
         start = ["-c", main] if main else ["-m", "zapex.cli"]
-        with self.output_path.open("wb") as output:
+        with self.output_path.open("wb") as file:
+            output = _terminal_into(file.fileno()) if terminal else file.fileno()
             self.popen = subprocess.Popen(
                 [sys.executable, *start, "train", "--run-dir", "run", *args],
                 cwd=directory,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **VARIABLES},
                 # A shell ignores Ctrl-C for what it runs in its background, and that is inherited.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
             )
+
+        if terminal:
+            os.close(output)
 
     @property
     def run(self) -> Path:
@@ -115,8 +147,8 @@ class Command:
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     with contextlib.ExitStack() as stack:
 
-        def begin(*args: str, main: str = "") -> Command:
-            command = Command(tmp_path, *args, main=main)
+        def begin(*args: str, main: str = "", terminal: bool = False) -> Command:
+            command = Command(tmp_path, *args, main=main, terminal=terminal)
             stack.callback(command.close)
             return command
 
@@ -246,16 +278,20 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("terminal", [False, True], ids=["lines", "picture"])
 def test_a_role_that_cannot_stay_up_ends_the_run_with_its_own_traceback_and_exit_code_1(
-    start: Callable[..., Command],
+    start: Callable[..., Command], terminal: bool
 ) -> None:
-    args = ["--env", "tests.raising_env:fragile", "--preset", "smoke", "--plain"]
-    command = start(*args, main=IMPATIENT)
+    args = ["--env", "tests.raising_env:fragile", "--preset", "smoke"]
+    command = start(*args, main=IMPATIENT, terminal=terminal)
     assert command.popen.wait(100) == 1
     output = command.output
-    assert output.count("RuntimeError: the joystick broke off") >= 2
+    if terminal:
+        picture, _, output = output.rpartition("\x1b[?25h")  # where the cursor is given back
+        assert "actor 0 died" in picture
+    assert output.count("RuntimeError: the joystick broke off") == 2
     assert 'raise RuntimeError("the joystick broke off")' in output, "the traceback is the child's"
-    assert "actor 0 is started again in" in output
+    assert terminal or "actor 0 is started again in" in output
     reason = "actor 0 is not started again: it died 2 times in a row"
     assert reason in json.loads((command.run / "result.json").read_text())["reason"]
     assert command.left_over() == []
