@@ -386,7 +386,7 @@ class ShmSampleSource:
         return Sampled(torn, live)
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
-        """Send new priorities; False while the link is full."""
+        """Leave new priorities for the replay, which the next request wakes; False while full."""
         sequence = self._updates.try_claim(1)
         if sequence < 0:
             return False
@@ -394,7 +394,6 @@ class ShmSampleSource:
         record = ring.records[sequence & (ring.capacity - 1)]
         record["keys"], record["priorities"] = keys, priorities
         self._updates.commit(1)
-        self._replay.wake()
         return True
 
 

@@ -82,7 +82,8 @@ class SampleSource(Protocol):
     """Where a learner's batches come from.
 
     for _ in range(source.outstanding, prefetch): source.request()
-    while (sampled := source.poll(batch)) is not None: ...; source.request()
+    while (sampled := source.poll(batch)) is not None:
+        ...; source.update(batch.keys, td_errors); source.request()
     """
 
     outstanding: int
@@ -98,7 +99,10 @@ class SampleSource(Protocol):
         """Gather the oldest answered batch into `batch`, weights and keys included; or None."""
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
-        """Send new priorities (signed TD errors); False while the link is full: try again."""
+        """Send new priorities (signed TD errors), with the next request at the latest.
+
+        False while the link is full: try again.
+        """
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ class Learner:
         if sampled is None:
             metrics.enter("wait")
             return 0
-        self._source.request()
         td_errors, facts = dqn.learn(batch, metrics.enter)
         metrics.add("batches")
         metrics.add("samples", len(td_errors))
@@ -78,6 +77,7 @@ class Learner:
         metrics.set("priority_max", float(sizes.max()))
         metrics.enter("update")
         self._send(batch.keys.copy(), td_errors)
+        self._source.request()
         if self._clock_s() - self._published_s >= self._publish_period_s:
             self.publish()
         metrics.enter("wait")
