@@ -39,7 +39,6 @@ def test_without_matplotlib_the_message_says_what_to_install(run_dir, monkeypatc
 
 
 def test_a_run_without_returns_has_nothing_to_draw(tmp_path):
-    pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match="nothing to draw"):
         draw(tmp_path)
 

@@ -6,6 +6,7 @@ promise a user; the waits for them to get there are long, because the machine ma
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -42,9 +43,11 @@ ROLES = {"zapex: actor 0", "zapex: replay", "zapex: learner", "zapex: evaluator"
 
 
 def _in_time() -> float:
-    """Five seconds; more where others keep every core busy."""
-    busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
-    return OVER_S * max(1.0, busy)
+    """Five seconds; more where this process gets only a share of a core."""
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    while (cpu_s := time.process_time() - began_cpu_s) < 0.1:
+        pass
+    return OVER_S * max(1.0, (time.perf_counter() - began_s) / cpu_s)
 
 
 def _title(process: psutil.Process) -> str:
@@ -234,7 +237,8 @@ def test_an_interrupted_run_leaves_a_checkpoint_a_result_and_a_curve(story: Stor
     assert facts["reason"] == "stopped by SIGINT"
     assert 0 < facts["startup"]["first_step_s"] <= facts["startup"]["first_batch_s"]
     assert facts["startup"]["first_batch_s"] < facts["wall_s"]
-    assert (run / "learning_curve.png").stat().st_size > 0
+    if importlib.util.find_spec("matplotlib"):
+        assert (run / "learning_curve.png").stat().st_size > 0
     assert "zapex eval run --episodes 5 --video game.mp4" in story.command.output
     assert "Traceback" not in story.command.output
     for log in (run / "logs").iterdir():

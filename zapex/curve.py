@@ -34,11 +34,6 @@ def draw(
     Raises:
         ConfigError: matplotlib is missing, or the run has stored no returns yet.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError('a learning curve needs matplotlib: pip install "zapex[plot]"') from None
-
     lines = list(read_metrics(run_dir))
     metrics = [line for line in lines if line.get("kind") in ("metrics", "final")]
     evaluations = [line for line in lines if line.get("kind") == "evaluation"]
@@ -47,6 +42,10 @@ def draw(
     evaluated = _points(evaluations, "mean")
     if not len(everyone) and not len(evaluated):
         raise ConfigError(f"{run_dir} holds no returns yet: nothing to draw")
+    try:
+        from matplotlib.figure import Figure  # it takes a while: not where there is nothing to draw
+    except ImportError:
+        raise ConfigError('a learning curve needs matplotlib: pip install "zapex[plot]"') from None
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
