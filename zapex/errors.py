@@ -11,6 +11,9 @@ ZapexError
 ├── PeerError
 │   ├── PeerDied         the process at the other end is gone
 │   ├── PeerTimeout      nothing came before the deadline
+│   ├── BadMessage       bytes from a peer that are no message of ours
+│   │   └── OtherVersion the peer speaks another version of the protocol
+│   ├── Refused          the peer says why it does not want us
 │   └── Fenced           a newer incarnation has taken this role's place
 └── CheckpointError      missing, damaged or of another schema
 """
@@ -62,6 +65,18 @@ class PeerDied(PeerError):
 
 class PeerTimeout(PeerError, TimeoutError):
     """Nothing came before the deadline; the message says who was awaited and for how long."""
+
+
+class BadMessage(PeerError, ValueError):
+    """Bytes from a peer that are no message of ours; the message says which rule they break."""
+
+
+class OtherVersion(BadMessage):
+    """The peer speaks another version of the protocol."""
+
+
+class Refused(PeerError):
+    """The peer does not want us: another config, schema, version or role; it says why."""
 
 
 class Fenced(PeerError):
