@@ -44,7 +44,8 @@ HEADER_WORDS = 16
     GRANT_SEQUENCE,
     COUNT,
     STREAM,
-) = range(9)
+    HOST,  # of chunks that came over a network
+) = range(10)
 # A slot's state; ownership moves in this order and is never shared.
 FREE, GRANTED, COMMITTED, LIVE, EVICTED = range(5)
 

@@ -1,0 +1,203 @@
+"""Sockets of a run: their limits, who may connect, and what a network that is not ours demands."""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+
+from zapex import curve_keys
+from zapex.curve_keys import RoleKeys
+from zapex.errors import ConfigError, PeerError
+from zapex.message_header import MAX_PARTS
+
+_DOMAIN = b"zapex"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 5.0  # a host with more work than cores is not a dead one
+_HANDSHAKE_S = 10.0
+_MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
+_OPTIONS: dict[int, int] = {
+    zmq.LINGER: 0,
+    zmq.HEARTBEAT_IVL: int(1000 * HEARTBEAT_S),
+    zmq.HEARTBEAT_TIMEOUT: int(1000 * HEARTBEAT_TIMEOUT_S),
+    zmq.HEARTBEAT_TTL: int(1000 * HEARTBEAT_TIMEOUT_S),
+    zmq.HANDSHAKE_IVL: int(1000 * _HANDSHAKE_S),
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2000,
+    zmq.CONNECT_TIMEOUT: 5000,
+    zmq.SNDHWM: _MESSAGES_PER_PEER,
+    zmq.RCVHWM: _MESSAGES_PER_PEER,
+    zmq.TCP_KEEPALIVE: 1,
+}
+
+
+@dataclass(frozen=True)
+class Security:
+    """How far the network is trusted.
+
+    keys: this role's and the others' public ones; None: no encryption, no authentication.
+    insecure_network: the user says that an address beyond this machine may do without keys.
+    """
+
+    keys: RoleKeys | None = None
+    insecure_network: bool = False
+
+    @classmethod
+    def load(cls, keys_directory: str, role: str, insecure_network: bool) -> "Security":
+        """From a directory of `zapex keygen`, "" for none. Raises ConfigError."""
+        keys = curve_keys.load(Path(keys_directory), role) if keys_directory else None
+        return cls(keys, insecure_network)
+
+    def check(self, url: str, flag: str) -> None:
+        """Raises ConfigError for a URL that is none, or that is not safe without keys."""
+        parts = urlsplit(url)
+        try:
+            named = parts.scheme == "tcp" and parts.hostname and parts.port is not None
+        except ValueError:
+            named = False
+        if not (named or (parts.scheme == "ipc" and parts.path)):
+            raise ConfigError(f"{flag} must be tcp://HOST:PORT or ipc:///PATH, got {url!r}")
+        if parts.scheme == "ipc" or self.keys or self.insecure_network:
+            return
+        if not _is_loopback(str(parts.hostname)):
+            raise ConfigError(
+                f"{flag} {url} is reached from other machines, and there are no keys: make them "
+                "with `zapex keygen DIR` and give --keys DIR; or say --insecure-network where "
+                "everybody who can reach it may read and change everything"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Gatekeeper:
+    """The ZAP handler of one context, as a piece of a duty cycle: who may connect, and as whom.
+
+    libzmq asks it before a peer's first message is read. With keys a peer is the role whose key it
+    has; without, anybody who speaks ZMTP 3 (garbage does not, and never gets further).
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", keys: RoleKeys | None) -> None:
+        self._keys = keys
+        self.admitted = self.refused = 0
+        self.socket: Any = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def do_work(self, at_most: int = 64) -> int:
+        """Answer what is asked."""
+        for done in range(at_most):
+            try:
+                request = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return done
+            self.socket.send_multipart(self._answer(request))
+        return at_most
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        number = request[1] if len(request) > 1 else b""
+        role = self._role(request)
+        if role is None:
+            self.refused += 1
+            return [b"1.0", number, b"400", b"not admitted", b"", b""]
+        self.admitted += 1
+        return [b"1.0", number, b"200", b"OK", role.encode(), b""]
+
+    def _role(self, request: list[bytes]) -> str | None:
+        """The role of a peer, "any" without keys, or None where it has no business here."""
+        if len(request) < 6 or request[0] != b"1.0" or request[2] != _DOMAIN:
+            return None
+        mechanism, credentials = request[5], request[6:]
+        if self._keys is None:
+            return "any" if mechanism == b"NULL" else None
+        if mechanism != b"CURVE" or len(credentials) != 1 or len(credentials[0]) != 32:
+            return None
+        from zmq.utils import z85
+
+        return self._keys.role_of(z85.encode(credentials[0]).decode())
+
+    def close(self) -> None:
+        """Give the endpoint back."""
+        self.socket.close()
+
+
+def listen(
+    context: "zmq.Context[Any]", url: str, security: Security, largest_part_bytes: int
+) -> Any:
+    """A bound ROUTER, after the check and the Gatekeeper. Raises ConfigError if it is taken."""
+    router = context.socket(zmq.ROUTER)
+    _set(router, {**_OPTIONS, zmq.MAXMSGSIZE: largest_part_bytes, zmq.ROUTER_MANDATORY: 1})
+    router.zap_domain = _DOMAIN
+    # Without it a peer is let in where no handler answers.
+    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    if security.keys is not None:
+        router.curve_server = True
+        router.curve_publickey = security.keys.public.encode()
+        router.curve_secretkey = security.keys.secret.encode()
+    try:
+        router.bind(url)
+    except zmq.ZMQError as error:
+        router.close()
+        raise ConfigError(f"--listen {url} cannot be had: {error.strerror}") from None
+    return router
+
+
+def connect(
+    context: "zmq.Context[Any]", url: str, security: Security, largest_part_bytes: int
+) -> Any:
+    """A DEALER that connects, and connects again, by itself; the URL is checked."""
+    dealer = context.socket(zmq.DEALER)
+    # IMMEDIATE: what is sent while nobody is there is not kept to arrive late and twice.
+    _set(dealer, {**_OPTIONS, zmq.MAXMSGSIZE: largest_part_bytes, zmq.IMMEDIATE: 1})
+    if security.keys is not None:
+        dealer.curve_serverkey = security.keys.publics[curve_keys.SERVER].encode()
+        dealer.curve_publickey = security.keys.public.encode()
+        dealer.curve_secretkey = security.keys.secret.encode()
+    dealer.connect(url)
+    return dealer
+
+
+def _set(socket: Any, options: dict[int, int]) -> None:
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def receive(socket: Any) -> list[Any] | None:
+    """The parts (zmq.Frame) of the next message, at most two more than any may have; or None.
+
+    What comes behind those is thrown away as it comes: a peer cannot make a list of a million.
+    """
+    try:
+        parts = [socket.recv(zmq.NOBLOCK, copy=False)]
+    except zmq.Again:
+        return None
+    more = parts[0].more
+    while more:
+        part = socket.recv(zmq.NOBLOCK, copy=False)
+        more = part.more
+        if len(parts) < MAX_PARTS + 2:
+            parts.append(part)
+    return parts
+
+
+def send(socket: Any, parts: list[Any]) -> Any | None:
+    """Send without waiting and without copying large parts.
+
+    Returns a tracker whose `done` says that libzmq has let go of the parts; None where the message
+    could not go. Raises PeerError where the peer is not there.
+    """
+    try:
+        return socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
+    except zmq.Again:
+        return None
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            raise PeerError("the peer is gone") from None
+        raise

@@ -1,0 +1,391 @@
+"""tcp:// and ipc://: the clients' faces over a link to the replay.
+
+What is under way survives a lost connection and a replay's new process: a chunk is kept until it
+is acknowledged, a request until its answer has come, an update until it has arrived; all are sent
+again when the replay says that a connection is new to it, and told apart there by their numbers.
+"""
+
+import bisect
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.batch import Batch
+from zapex.batch_packing import BatchUnpacker, check_batch_size
+from zapex.chunk_store import ChunkStore
+from zapex.errors import ConfigError, Fenced
+from zapex.experience_messages import BatchMessage, Push
+from zapex.message_header import Kind, as_part
+from zapex.messages import (
+    BULK,
+    SMALL,
+    Ack,
+    Params,
+    Publish,
+    PublishAck,
+    Pull,
+    Sample,
+    Update,
+    UpdateAck,
+    Welcome,
+)
+from zapex.replay import importance_weights
+from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM, BatchLayout
+from zapex.transport import Sampled
+from zapex.zmq_client import ZmqLink
+
+RESEND_S = 2.0  # nothing was acknowledged for so long: all of it goes again
+_UPDATES = 16  # updates that may be under way
+
+
+@dataclass(order=True)
+class _Chunk:
+    incarnation: int
+    sequence: int
+    slot: int = field(compare=False)
+    trackers: list[Any] = field(default_factory=list, compare=False)
+
+    @property
+    def let_go(self) -> bool:
+        """libzmq reads the slot no more."""
+        return all(tracker.done for tracker in self.trackers)
+
+
+@dataclass
+class _Queue:
+    """One actor's chunks, in order; the first `sent` are under way."""
+
+    chunks: list[_Chunk] = field(default_factory=list)
+    sent: int = 0
+    credit_bytes: int = 0
+    moved_s: float = 0.0
+
+
+class ChunkSender:
+    """Closed slots of some actors, straight from memory to the replay, until it has them.
+
+    An actor's chunks go in order of (incarnation, sequence), those of a new incarnation only when
+    all before are acknowledged. store: where the slots lie. Actor i of the store (its slots'
+    headers) is the i-th of the numbers that the replay gave this host.
+    """
+
+    def __init__(
+        self, link: ZmqLink, store: ChunkStore, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._link, self._store, self._clock_s = link, store, clock_s
+        self._queues: dict[int, _Queue] = {}
+        self._numbers: list[int] = []
+        self._leaving: deque[_Chunk] = deque()
+        self.counts = dict.fromkeys(("chunks", "bytes", "acknowledged", "again"), 0)
+        link.handlers[Kind.ACK] = self._ack
+        link.on_welcome.append(self._welcome)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Chunks that the replay may not have yet."""
+        return sum(len(queue.chunks) for queue in self._queues.values())
+
+    def offer(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
+        """Whole chunks; they stay in their slots until `take_freed` names these."""
+        for slot in np.asarray(slots, np.int64).tolist():
+            header = self._store.header_rows[slot]
+            queue = self._queues.setdefault(int(header[ACTOR]), _Queue())
+            bisect.insort(
+                queue.chunks, _Chunk(int(header[INCARNATION]), int(header[SEQUENCE]), slot)
+            )
+
+    def take_freed(self) -> list[int]:
+        """Slots whose chunks are acknowledged and that libzmq has let go of."""
+        freed = [chunk.slot for chunk in self._leaving if chunk.let_go]
+        self._leaving = deque(chunk for chunk in self._leaving if not chunk.let_go)
+        return freed
+
+    def do_work(self) -> int:
+        """Send what credit there is for; how many chunks."""
+        done, now_s = 0, self._clock_s()
+        for actor, queue in self._queues.items():
+            if actor >= len(self._numbers):
+                continue
+            if queue.sent and now_s - queue.moved_s > RESEND_S:
+                self._again(queue)
+            credit = queue.credit_bytes // self._store.layout.body_bytes
+            while queue.sent < min(len(queue.chunks), credit):
+                chunk = queue.chunks[queue.sent]
+                if chunk.incarnation != queue.chunks[0].incarnation:
+                    break
+                if not self._send(self._numbers[actor], chunk):
+                    break
+                if queue.sent == 0:
+                    queue.moved_s = now_s
+                queue.sent += 1
+                done += 1
+        return done
+
+    def _send(self, number: int, chunk: _Chunk) -> bool:
+        store = self._store
+        header = store.header_rows[chunk.slot]
+        push = Push.of_chunk(
+            store.layout, store.mem, store.body(chunk.slot), actor=number,
+            incarnation=chunk.incarnation, sequence=chunk.sequence, stream=int(header[STREAM]),
+            rows=int(header[COUNT]),
+        )  # fmt: skip
+        tracker = self._link.send(BULK, push)
+        if tracker is None:
+            return False
+        chunk.trackers.append(tracker)
+        self.counts["chunks"] += 1
+        self.counts["bytes"] += sum(part.nbytes for part in push.body)
+        return True
+
+    def _again(self, queue: _Queue) -> None:
+        self.counts["again"] += queue.sent
+        queue.sent = 0
+
+    def _welcome(self, welcome: Welcome, channel: int) -> None:
+        numbers = welcome.actors["actor"].tolist()
+        if self._numbers and numbers != self._numbers:
+            raise Fenced(f"actors {self._numbers} of this host were given to another meanwhile")
+        self._numbers = numbers
+        self._states(welcome.actors)
+        if channel == BULK and welcome.fresh:
+            for queue in self._queues.values():
+                self._again(queue)
+
+    def _ack(self, ack: Ack) -> None:
+        self._states(ack.actors)
+
+    def _states(self, states: NDArray[np.void]) -> None:
+        for number, incarnation, sequence, credit_bytes in states.tolist():
+            if number not in self._numbers:
+                continue
+            queue = self._queues.setdefault(self._numbers.index(number), _Queue())
+            queue.credit_bytes = credit_bytes
+            there = bisect.bisect_left(queue.chunks, _Chunk(incarnation, sequence, -1))
+            if there:
+                self._leaving.extend(queue.chunks[:there])
+                del queue.chunks[:there]
+                queue.sent = max(0, queue.sent - there)
+                queue.moved_s = self._clock_s()
+                self.counts["acknowledged"] += there
+
+
+class ZmqExperienceSink:
+    """An actor without a relay: chunks are built in private slots and sent from there."""
+
+    def __init__(
+        self, link: ZmqLink, store: ChunkStore, *, streams: int, slots: Sequence[int]
+    ) -> None:
+        """slots: of `store`, this actor's own; at least two for each of its streams."""
+        if len(slots) < 2 * streams:
+            raise ConfigError(f"{streams} streams need {2 * streams} slots, got {len(slots)}")
+        self.store = store
+        self._link, self._streams = link, streams
+        self._sender = ChunkSender(link, store)
+        self._free = deque(slots)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Chunks that the replay may not have yet."""
+        return self._sender.unacknowledged
+
+    def ready(self) -> bool:
+        """There may be slots to claim."""
+        self._look()
+        return len(self._free) >= self._streams
+
+    def try_claim(self) -> NDArray[np.int64] | None:
+        """Free slots, one for each stream; None while too few chunks are acknowledged."""
+        self._look()
+        if len(self._free) < self._streams:
+            return None
+        return np.array([self._free.popleft() for _ in range(self._streams)], np.int64)
+
+    def commit(self, slots: NDArray[np.int64]) -> None:
+        """Hand over chunks that are whole, in their order."""
+        self._sender.offer(slots)
+        self._look()
+
+    def _look(self) -> None:
+        self._link.do_work()
+        self._sender.do_work()
+        self._free.extend(self._sender.take_freed())
+
+
+class ZmqSampleSource:
+    """A learner's batches, packed by the replay; several requests in flight."""
+
+    def __init__(self, link: ZmqLink, beta: float) -> None:
+        form = link.form
+        assert form is not None
+        check_batch_size(form.batch_size, form.schema.stack)
+        self._link, self._form, self._beta = link, form, beta
+        self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
+        self._pending: dict[int, BatchMessage | None] = {}
+        self._unsent: set[int] = set()
+        self._next_request = self._next_update = 0
+        self._updates: deque[tuple[Update, bool]] = deque()
+        self._epoch = 0
+        self.counts = dict.fromkeys(("doubled", "foreign"), 0)
+        link.handlers[Kind.BATCH] = self._batch
+        link.handlers[Kind.UPDATE_ACK] = self._update_ack
+        link.on_welcome.append(self._welcome)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests without an answer polled."""
+        return len(self._pending)
+
+    def request(self) -> None:
+        """Ask for one more batch."""
+        sequence = self._next_request
+        self._next_request += 1
+        self._pending[sequence] = None
+        self._ask(sequence)
+
+    def ready(self) -> bool:
+        """A batch can be polled."""
+        self._link.do_work()
+        return any(answer is not None for answer in self._pending.values())
+
+    def poll(self, batch: Batch) -> Sampled | None:
+        """The oldest batch that has come, into `batch`, weights and keys included; or None."""
+        if not self.ready():
+            return None
+        sequence, message = next((s, a) for s, a in self._pending.items() if a is not None)
+        layout = batch.layout
+        if layout not in self._unpackers:
+            self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
+        leaves, total, smallest = self._unpackers[layout].unpack(message, batch)
+        batch.weights[:] = importance_weights(leaves, total, message.live, smallest, self._beta)
+        self._epoch = message.epoch
+        del self._pending[sequence]
+        return Sampled(torn=0, live=message.live)
+
+    def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
+        """Send new priorities; False while too many are under way."""
+        self._link.do_work()
+        if len(self._updates) >= _UPDATES:
+            return False
+        update = Update(self._epoch, self._next_update, keys.copy(), priorities.copy())
+        self._next_update += 1
+        self._updates.append((update, self._link.send(SMALL, update) is not None))
+        return True
+
+    def _ask(self, sequence: int) -> None:
+        if self._link.send(SMALL, Sample(sequence, self._form.batch_size)) is None:
+            self._unsent.add(sequence)
+        else:
+            self._unsent.discard(sequence)
+
+    def _batch(self, message: BatchMessage) -> None:
+        if self._pending.get(message.sequence, message) is None:
+            self._pending[message.sequence] = message
+        else:
+            self.counts["doubled"] += 1
+
+    def _update_ack(self, ack: UpdateAck) -> None:
+        self.counts["foreign"] = ack.value
+        while self._updates and self._updates[0][0].sequence < ack.sequence:
+            self._updates.popleft()
+
+    def _welcome(self, welcome: Welcome, channel: int) -> None:
+        for sequence, answer in self._pending.items():
+            if answer is None and (welcome.fresh or sequence in self._unsent):
+                self._ask(sequence)
+        # What could not go, or went into a connection that is no more.
+        for i, (update, sent) in enumerate(self._updates):
+            if not sent or (welcome.fresh and channel == SMALL):
+                self._updates[i] = update, self._link.send(SMALL, update) is not None
+
+
+class ZmqParameterSource:
+    """The newest parameters, asked for once the last ones were taken."""
+
+    def __init__(self, link: ZmqLink) -> None:
+        self._link = link
+        self._newest: Params | None = None
+        self._taken = 0
+        self._asked = False
+        link.handlers[Kind.PARAMS] = self._params
+        link.on_welcome.append(self._welcome)
+
+    @property
+    def version(self) -> int:
+        """The newest version that has come; 0: none."""
+        self._look()
+        return self._newest.version if self._newest is not None else 0
+
+    def newer_than(self, version: int, out: NDArray[np.uint8]) -> int:
+        """Copy the newest into `out` if it is newer than `version`; its version, or 0."""
+        self._look()
+        newest = self._newest
+        if newest is None or newest.version <= version:
+            return 0
+        out[:] = np.frombuffer(newest.parameters, np.uint8)
+        self._taken = newest.version
+        return newest.version
+
+    def _look(self) -> None:
+        self._link.do_work()
+        have = self._newest.version if self._newest is not None else 0
+        if not self._asked and self._taken == have:
+            self._asked = self._link.send(SMALL, Pull(0, have)) is not None
+
+    def _params(self, params: Params) -> None:
+        self._asked = False
+        if self._newest is None or params.version > self._newest.version:
+            self._newest = params
+
+    def _welcome(self, welcome: Welcome, channel: int) -> None:
+        if welcome.fresh:
+            self._asked = False
+
+
+class ZmqParameterSink:
+    """A learner's parameters: one version under way at a time, the newest kept until it arrives."""
+
+    def __init__(self, link: ZmqLink) -> None:
+        self._link = link
+        self._newest: Publish | None = None
+        self._acknowledged = 0
+        self._flying = 0  # the version under way; 0: none
+        link.handlers[Kind.PUBLISH_ACK] = self._publish_ack
+        link.on_welcome.append(self._welcome)
+
+    @property
+    def version(self) -> int:
+        """The largest version that the replay has seen, or that is on its way there; 0: none."""
+        self._link.do_work()
+        return max(self._acknowledged, self._newest.version if self._newest is not None else 0)
+
+    def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
+        """Make these the newest. A version before them that could not go yet never goes."""
+        if version <= self.version:
+            raise ConfigError(f"a version must be above the newest, {self.version}, got {version}")
+        self._newest = Publish(version, as_part(parameters.copy()))
+        self._send()
+
+    def _send(self) -> None:
+        newest = self._newest
+        if newest is not None and newest.version > self._acknowledged and not self._flying:
+            sent = self._link.send(BULK, newest) is not None
+            self._flying = newest.version if sent else 0
+
+    def _arrived(self, version: int) -> None:
+        self._acknowledged = max(self._acknowledged, version)
+        if self._flying <= self._acknowledged:
+            self._flying = 0
+        self._send()
+
+    def _publish_ack(self, ack: PublishAck) -> None:
+        self._arrived(ack.value)
+
+    def _welcome(self, welcome: Welcome, channel: int) -> None:
+        if welcome.fresh and channel == BULK:
+            self._flying = 0
+        self._arrived(welcome.params_version)
