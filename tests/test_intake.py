@@ -255,6 +255,30 @@ def test_the_oldest_chunks_go_and_rest_in_quarantine_until_answers_are_released(
     assert desk.replay.ledger.counts["quarantined"] == 0
 
 
+def test_a_replay_that_dies_while_it_evicts_leaves_nothing_drawable_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk()
+    desk.live(0, 1)
+    for sequence in range(CAPACITY // CHUNK):
+        slot = desk.source.grants[0][sequence // STREAMS][1][sequence % STREAMS]
+        desk.write(slot, sequence=sequence)
+        desk.hand_over(slot)
+    for where in ("zapex.chunk_store.SlotLedger.evict", "zapex.sumtree_numba.SumTree.update"):
+        with monkeypatch.context() as patch:
+
+            def die(*args: object) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(where, die)
+            with pytest.raises(KeyboardInterrupt):
+                desk.replay._evict_oldest()
+        desk.attach()
+        leaves = desk.replay.tree[np.arange(desk.replay.tree.capacity)]
+        drawable = set((np.flatnonzero(leaves) // CHUNK).tolist())
+        assert drawable <= set(np.flatnonzero(desk.rows[:, STATE] == LIVE).tolist())
+
+
 def test_a_new_life_of_the_replay_takes_over_what_is_whole_and_knows_what_is_out() -> None:
     desk = Desk()
     desk.live(0, 1)

@@ -204,9 +204,11 @@ class ReplayCore:
         return evicted
 
     def _evict_oldest(self, issued: int = 0) -> int:
-        slot, count = self.ledger.evict(issued)
+        slot = self.ledger.oldest
+        assert slot is not None
+        # First: whoever attaches after a crash in between finds nothing drawable that is gone.
         self.tree.update(slot * self.layout.chunk + self._rows, np.zeros(len(self._rows)))
-        return count
+        return self.ledger.evict(issued)[1]
 
     def draw(self, batch_size: int, method: Method = "stratified") -> Draw:
         """Sample keys by priority. Raises NotEnoughData before `min_size_to_sample`."""
