@@ -118,6 +118,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def goal(text: str, value: float, limit: float, unit: str = "", least: bool = False) -> str:
+    """One line: what was wanted, what came out."""
+    met = value >= limit if least else value <= limit
+    sign = "at least" if least else "at most"
+    verdict = "met" if met else "MISSED"
+    return f"  goal {verdict}: {text} {value:.4g}{unit}, wanted {sign} {limit:g}{unit}"
+
+
 def write_json(path: Path, benchmark: str, results: Mapping[str, Any], **facts: Any) -> None:
     """{"benchmark", "machine", ..., "results"} in one file."""
     report = {"benchmark": benchmark, "machine": machine_facts(), **facts, "results": results}

@@ -1,10 +1,10 @@
-"""What the cores of a machine did while a run trained: phases and processor times in one sum.
+"""What the cores of a machine did while a run trained: processor time by phase, in one sum.
 
-A role's phases are wall time, a process's processor time is the kernel's count; where a role is
-pushed off its core, or waits for its environment's thread, they differ. So each role's processor
-time is divided among its working phases in proportion to their wall time. What the cores did
-outside of the run is told apart, and so is what they did not do at all: the rows add up to all
-cores, 1.0.
+Phases of wall time would count a role as busy while another process has its core. So the roles
+count their own thread's processor time by phase (zapex.metrics), and the kernel counts that of the
+whole processes. What other threads use is the environment's in an actor (AtariVectorEnv) and
+torch's in the learner. What the cores did outside of the run is told apart, and so is what they did
+not do at all: the rows add up to all cores, 1.0.
 """
 
 from collections.abc import Mapping
@@ -34,16 +34,15 @@ _ROWS = {
     ("learner", "checkpoint"): "checkpoint",
 }
 _WHOLE = {"replay": "replay server", "evaluator": "evaluation"}
-_WAITING = ("wait", "idle")
 
 
-def phases_between(before: Look, after: Look, name: str) -> dict[str, float]:
-    """Wall seconds of each phase of one process between two looks."""
+def between(before: Look, after: Look, name: str, kind: str = "phase") -> dict[str, float]:
+    """Seconds of each phase of one process between two looks; kind: "phase" for wall, or "cpu"."""
     then, now = before.roles[name], after.roles[name]
     return {
-        key.removeprefix("phase/"): max(0.0, now[key] - then[key])
+        key.removeprefix(f"{kind}/"): max(0.0, now[key] - then[key])
         for key in now
-        if key.startswith("phase/")
+        if key.startswith(f"{kind}/")
     }
 
 
@@ -61,15 +60,11 @@ def shares_between(before: Look, after: Look, cores: int) -> dict[str, float]:
         if name not in after.roles or role in _WHOLE:
             add(_WHOLE.get(role, name), cpu_s)
             continue
-        working = {
-            phase: value
-            for phase, value in phases_between(before, after, name).items()
-            if phase not in _WAITING
-        }
-        wall_s = sum(working.values())
-        for phase, value in working.items():
-            row = _ROWS.get((role, phase), f"{role}, {phase}")
-            add(row, cpu_s * value / wall_s if wall_s else 0.0)
+        by_phase = between(before, after, name, "cpu")
+        for phase, value in by_phase.items():
+            add(_ROWS.get((role, phase), f"{role}, {phase}"), value)
+        others = "environment" if role == "actor" else "learning"
+        add(WORK[others], cpu_s - sum(by_phase.values()))
     add(IDLE, after.idle_s - before.idle_s)
     add(STOLEN, after.stolen_s - before.stolen_s)
     add(OUTSIDE, core_seconds - sum(seconds.values()))

@@ -55,6 +55,25 @@ def test_the_running_phase_counts_before_it_is_left():
     assert metrics.snapshot(alive=False)["phase/environment"] == 0
 
 
+def test_processor_time_is_counted_by_phase_once_somebody_asks():
+    metrics = block()
+    metrics.enter("environment")
+    metrics.enter("forward")
+    assert metrics.snapshot()["cpu/environment"] == 0
+    metrics.count_cpu()
+    metrics.enter("environment")  # from here on
+    began = time.thread_time()
+    while time.thread_time() - began < 0.02:
+        pass
+    metrics.enter("wait")
+    time.sleep(0.02)
+    metrics.enter("forward")
+    snapshot = metrics.snapshot()
+    assert snapshot["cpu/environment"] >= 0.02
+    assert snapshot["cpu/wait"] < 0.01 < snapshot["phase/wait"]
+    assert snapshot["cpu/forward"] == 0
+
+
 def test_nothing_counts_after_the_role_has_left():
     metrics = block()
     metrics.enter("environment")

@@ -3,14 +3,15 @@
 Every process owns one block and is its only writer; the parent reads all blocks and never writes.
 A block is a row of aligned 8-byte words, so that no reader can see half a number:
 
-    header | phases (ns) | counters (int64, only grow) | gauges (float64)
+    header | phases (ns) | their processor time (ns) | counters (int64) | gauges (float64)
 
-    I1  every word has exactly one writer: the role
+    I1  every word has exactly one writer: the role; of the header's last word, whoever looks on
     I2  sum(phases) = time of the last phase change - start: each nanosecond is in one phase
     I3  counters never step back; a role that was restarted attaches and goes on counting
 
 By I2 a reader needs no stamp: what is missing from (now - start) belongs to the running phase.
-Times are `time.perf_counter_ns()`, which is one clock for all processes of a Linux host.
+Times are `time.perf_counter_ns()`, which is one clock for all processes of a Linux host. Processor
+time is that of the role's thread; it takes a system call, so it is counted only once somebody asks.
 """
 
 import os
@@ -128,7 +129,7 @@ EPISODE: Final = np.dtype(
 )
 """One finished episode; actors send it, `zapex.monitor.Episodes` adds it up."""
 
-_ROLE, _PID, _START, _PHASE, _HEARTBEAT, _HEADER_WORDS = range(6)
+_ROLE, _PID, _START, _PHASE, _HEARTBEAT, _COUNT_CPU, _HEADER_WORDS = range(7)
 _MAGIC: Final = 0x7A61_7065_7800  # "zapex", and the role's number in the last byte
 
 
@@ -162,12 +163,14 @@ class RoleMetrics:
         # memoryview items are stored in one 8-byte copy, and several times faster than numpy's.
         self._words = words.cast("q")
         self._floats = words.cast("d")
-        first_counter = _HEADER_WORDS + len(table.phases)
+        self._to_cpu = len(table.phases)  # from a phase's word to that of its processor time
+        first_counter = _HEADER_WORDS + 2 * len(table.phases)
         first_gauge = first_counter + len(table.counters)
         self._phases = {name: _HEADER_WORDS + i for i, name in enumerate(table.phases)}
         self._counters = {name: first_counter + i for i, name in enumerate(table.counters)}
         self._gauges = {name: first_gauge + i for i, name in enumerate(table.gauges)}
         self._since_ns = 0
+        self._cpu_since_ns = 0
         self._running = 0  # the running phase's word; 0 until this process enters one
 
         stamp = _MAGIC + get_args(Role).index(role)
@@ -180,7 +183,7 @@ class RoleMetrics:
     @staticmethod
     def required_bytes() -> int:
         """Bytes of one block, the same for every role; whole pairs of cache lines."""
-        most = max(len(t.phases) + len(t.counters) + len(t.gauges) for t in TABLES.values())
+        most = max(2 * len(t.phases) + len(t.counters) + len(t.gauges) for t in TABLES.values())
         return -((_HEADER_WORDS + most) * 8 // -128) * 128
 
     def enter(self, phase: str) -> None:
@@ -194,6 +197,11 @@ class RoleMetrics:
             # A former life's phases stay; the time that nobody lived is nobody's.
             words[_START] = now - sum(words[i] for i in self._phases.values())
             words[_PID] = os.getpid()
+        if words[_COUNT_CPU]:
+            cpu = time.thread_time_ns()
+            if self._running and self._cpu_since_ns:
+                words[self._running + self._to_cpu] += cpu - self._cpu_since_ns
+            self._cpu_since_ns = cpu
         words[_PHASE] = word
         words[_HEARTBEAT] = now
         self._running = word
@@ -219,6 +227,10 @@ class RoleMetrics:
             self._words[_PID] = 0
             self._running = 0
 
+    def count_cpu(self) -> None:
+        """For whoever looks on, over writable memory: from now on "cpu/<phase>" are counted too."""
+        self._words[_COUNT_CPU] = 1
+
     @property
     def pid(self) -> int:
         """The process that took the block; 0 before the first phase and after `leave`."""
@@ -236,7 +248,7 @@ class RoleMetrics:
         return self.table.phases[word - _HEADER_WORDS] if word else ""
 
     def snapshot(self, alive: bool = True) -> dict[str, float]:
-        """All counters and gauges by name, and "phase/<name>" in seconds.
+        """All counters and gauges by name; "phase/<name>" and "cpu/<name>" in seconds.
 
         Args:
             alive: the process runs, so the time since its last phase change counts as well.
@@ -249,5 +261,7 @@ class RoleMetrics:
         if alive and header[_PID]:
             running = self.table.phases[header[_PHASE] - _HEADER_WORDS]
             phases[running] += max(0, now - header[_START] - sum(phases.values()))
-        values.update((f"phase/{name}", ns / 1e9) for name, ns in phases.items())
+        for name, i in self._phases.items():
+            values[f"phase/{name}"] = phases[name] / 1e9
+            values[f"cpu/{name}"] = self._words[i + self._to_cpu] / 1e9
         return values

@@ -48,7 +48,7 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
         name = label.replace("ε<", "below_0").replace("ε≥", "from_0")
         values[f"charts/episodic_return_epsilon/{name}"] = mean
     for name, value in snapshot.replay.items():
-        if not name.startswith("phase/"):
+        if not name.startswith(("phase/", "cpu/")):
             values[f"replay/{name}"] = value
     if snapshot.learner.get("batches"):
         names = {"loss": "losses/td_loss", "q_mean": "losses/q_values"}
