@@ -26,10 +26,10 @@ Wait = Callable[[Callable[[], object], float], bool]
 class ExperienceSink(Protocol):
     """An actor's chunks go here.
 
-        while builder.add(...) < streams:
-            slots = sink.try_claim()          # as many free slots as the actor has streams, or None
-            builder.provide(slots)
-        sink.commit(builder.take_closed())
+    while builder.add(...) < streams:
+        slots = sink.try_claim()          # as many free slots as the actor has streams, or None
+        builder.provide(slots)
+    sink.commit(builder.take_closed())
     """
 
     store: ChunkStore
