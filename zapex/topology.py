@@ -253,7 +253,7 @@ def make_replay(run: Run, host: Host) -> DutyCycle:
 def make_learner(
     run: Run, host: Host, clock: Clock, totals: "Callable[[], dict[str, float]]"
 ) -> DutyCycle:
-    """The learner's role, from the newest checkpoint of the run where there is one."""
+    """The learner's role, from the newest checkpoint, or else from what was last published."""
     import torch
 
     from zapex.batch import Batch
@@ -273,6 +273,11 @@ def make_learner(
         totals,
     )
     checkpoints.restore(dqn)
+    newest = np.empty(host.plan.parameter_bytes, np.uint8)
+    if not checkpoints.version and host.parameter_source().newer_than(0, newest):
+        # It died before its first checkpoint: what it last published is all that is left of it.
+        dqn.online.load_flat(newest)
+        dqn.target.load_flat(newest)
     cuda = dqn.online.device.type == "cuda"
     layout = BatchLayout(host.plan.replay.schema, host.plan.batch_size, channels_last=not cuda)
     return Learner(
