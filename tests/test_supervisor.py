@@ -316,6 +316,7 @@ def test_poll_returns_in_time_when_nothing_happens(tmp_path):
 PARENT = """
 import os, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 from zapex.supervisor import ProcessSpec, Supervisor
 source, count, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 with Supervisor() as supervisor:
