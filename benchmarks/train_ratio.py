@@ -71,7 +71,7 @@ def _own_speed(spec: EnvironmentSpec, arguments: Sequence[str], seconds: float) 
     elapsed_s, steps, samples, waits = (b - a for a, b in zip(first, last, strict=True))
     return {
         "steps_per_s": steps / elapsed_s,
-        "samples_per_step": samples / steps,
+        "samples_per_step": samples / max(steps, 1.0),
         "batch_size": batch_size,
         "seconds": elapsed_s,
         "leaps": waits,
