@@ -290,3 +290,16 @@ def test_the_readme_names_commands_flags_and_targets_that_exist() -> None:
 
 def test_the_readmes_python_runs() -> None:
     exec(compile(blocks("python"), "README.md", "exec"), {})
+
+
+def test_keygen_says_which_key_goes_where_and_keeps_what_is_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["keygen", "keys"]) == 0
+    out = capsys.readouterr().out
+    assert "zapex actor needs relay.key and public.json" in out
+    assert {path.name for path in (tmp_path / "keys").iterdir()} == {
+        "replay.key", "relay.key", "learner.key", "reader.key", "public.json",
+    }  # fmt: skip
+    assert "never overwritten" in refusal(capsys, "keygen", "keys")
+    assert "zapex keygen DIR" in refusal(capsys, "keygen")

@@ -8,33 +8,21 @@ import json
 import os
 import runpy
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zapex
-from zapex.checked import flag_of
-from zapex.config import (
-    FIELDS,
-    SECTIONS,
-    ActorConfig,
-    Config,
-    EnvConfig,
-    EvaluatorConfig,
-    LearnerConfig,
-    ReplayConfig,
-    RunConfig,
-    merged,
-)
+from zapex import cli_hosts
+from zapex.config import Config
 from zapex.errors import CheckpointError, ConfigError, ZapexError
-from zapex.flags import key_values, nearest, parse, read_settings, value_of, values_of
+from zapex.flags import nearest, parse, read_settings
+from zapex.settings import Resolved, new_run_directory, resolve, run_directory
 
 if TYPE_CHECKING:
     from zapex.environments import EnvironmentSpec
     from zapex.preflight import Finding
-    from zapex.presets import Choice
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,117 +68,16 @@ def _overview() -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Options:
-    """All settings, and the file they may come from. The sections are not yet checked together."""
-
-    config: str
-    """A file of settings, as `zapex config` prints it; flags override it."""
-    env: EnvConfig
-    actor: ActorConfig
-    replay: ReplayConfig
-    learner: LearnerConfig
-    evaluator: EvaluatorConfig
-    run: RunConfig
-
-
-@dataclass(frozen=True)
-class _Resolved:
-    """config: complete. chosen: every setting that is not a default, with its reason."""
-
-    config: Config
-    spec: "EnvironmentSpec"
-    chosen: "dict[str, Choice]"
-
-
-def _resolve(args: list[str], command: str, description: str) -> _Resolved:
-    """Flags over file over preset over defaults; checked against environment and memory.
-
-    Raises:
-        ConfigError: anything that cannot work, before any process starts.
-    """
-    defaults = vars(Config())
-    if {"-h", "--help"} & set(args):
-        parse(_Options, _Options("", **defaults), args, command, description)
-    from zapex import environments, presets
-    from zapex.machine import Machine
-
-    path = value_of("config", args) or ""
-    resume = value_of("resume", args) or ""
-    if resume:
-        if path:
-            raise ConfigError("--resume brings its own settings: leave --config out")
-        path = str(_run_directory(resume) / "config.toml")
-    values = read_settings(path) if path else {}
-    env = value_of("env", args) or values.get("env", EnvConfig.env)
-    env_kwargs = values_of("env_kwargs", args)
-    spec = environments.check(
-        env, values.get("env_kwargs", {}) if env_kwargs is None else key_values(env_kwargs)
-    )
-    machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    preset = value_of("preset", args) or values.get("preset", "auto")
-    merged(defaults, {"preset": preset})  # a misspelt one is told here
-    n_step, gamma = ReplayConfig.n_step, ReplayConfig.gamma
-    task = presets.Task(spec.schema(n_step, gamma), spec.atari)
-    chosen = presets.choose(preset, task, machine)
-
-    base = merged(defaults, {name: value for name, (value, _) in chosen.items()})
-    chosen |= _changes(base, merged(base, values), f"from {path}")
-    base = merged(base, values)
-    options = parse(_Options, _Options(path, **base), args, command, description)
-    sections = merged(
-        {name: getattr(options, name) for name in SECTIONS}, {"preset": chosen["preset"].value}
-    )
-    changed = _changes(base, sections, "you gave it")
-    if resume:
-        _check_resumable(changed)
-        sections = merged(sections, {"run_dir": resume})
-    config = Config(**sections)
-    chosen |= changed
-    presets.check_memory(config, spec.schema(config.replay.n_step, config.replay.gamma), machine)
-    return _Resolved(config, spec, chosen)
-
-
-def _check_resumable(changed: "dict[str, Choice]") -> None:
-    """Raises ConfigError where a run that goes on would need another network or another place."""
-    for name in ("env", "env_kwargs", "hidden", "channels", "run_dir"):
-        if name in changed:
-            raise ConfigError(
-                f"{flag_of(name)} cannot change in a run that goes on, got "
-                f"{changed[name].value!r}: leave it out, or start a new run"
-            )
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any], reason: str) -> "dict[str, Choice]":
-    """Settings that differ, with one reason for all."""
-    from zapex.presets import Choice
-
-    return {
-        name: Choice(getattr(after[section], name), reason)
-        for name, (section, _) in FIELDS.items()
-        if getattr(after[section], name) != getattr(before[section], name)
-    }
-
-
-def _run_directory(text: str) -> Path:
-    """The directory of a run that exists."""
-    path = Path(text)
-    if not (path / "config.toml").is_file():
-        runs = [p.parent.name for p in path.parent.glob("*/config.toml")]
-        raise ConfigError(f"{text} is no run: it has no config.toml{nearest(path.name, runs)}")
-    return path
-
-
 # --- the commands --------------------------------------------------------------------------------
 
 
 def _train(args: list[str]) -> int:
-    run = _resolve(args, "train", "Train on one host until stopped, or until a limit is reached.")
+    run = resolve(args, "train", "Train on one host until stopped, or until a limit is reached.")
     config = run.config
     if config.run.resume:
         _check_checkpoint(Path(config.run.resume), run.spec)
     else:
-        config = config.replace(run_dir=str(_new_run_directory(config)))
+        config = config.replace(run_dir=str(new_run_directory(config)))
     from zapex import launch, preflight
     from zapex.presets import explain, outlook
 
@@ -232,19 +119,6 @@ def _check_checkpoint(run_dir: Path, spec: "EnvironmentSpec") -> None:
     checkpoint.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})
 
 
-def _new_run_directory(config: Config) -> Path:
-    """Where a new run is written; refuses a place that is taken."""
-    env, run = config.env.env.replace("/", "-"), config.run
-    now = time.strftime("%Y%m%d-%H%M%S")
-    path = Path(run.run_dir or f"runs/{env}__{run.exp}__{run.seed}__{now}")
-    if path.exists():
-        raise ConfigError(
-            f"--run-dir must be new, and {path} exists: choose another, or go on with "
-            f"`zapex train --resume {path}`"
-        )
-    return path
-
-
 @dataclass(frozen=True)
 class _EvalOptions:
     """What to evaluate, and what to leave behind."""
@@ -272,7 +146,7 @@ def _eval(args: list[str]) -> int:
     options = parse(_EvalOptions, _EvalOptions(), args[1:], "eval RUN", what)
     if not Path(options.json).parent.is_dir():
         raise ConfigError(f"--json {options.json} lies in a directory that does not exist")
-    run_dir = _run_directory(args[0])
+    run_dir = run_directory(args[0])
     config = Config().replace(**read_settings(str(run_dir / "config.toml")))
     epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
     from zapex import environments, saved_policy
@@ -302,13 +176,13 @@ def _eval(args: list[str]) -> int:
 
 
 def _doctor(args: list[str]) -> int:
-    run = _resolve(args, "doctor", "Say whether this machine has what `zapex train` would need.")
+    run = resolve(args, "doctor", "Say whether this machine has what `zapex train` would need.")
     from zapex import preflight
 
     return preflight.doctor(_findings(run))
 
 
-def _findings(run: _Resolved) -> "list[Finding]":
+def _findings(run: Resolved) -> "list[Finding]":
     """What the machine has for this run and what it lacks."""
     from zapex import preflight
     from zapex.presets import replay_bytes
@@ -323,7 +197,7 @@ def _findings(run: _Resolved) -> "list[Finding]":
 
 
 def _config(args: list[str]) -> int:
-    run = _resolve(args, "config", "Print the settings that `zapex train` would run with, as TOML.")
+    run = resolve(args, "config", "Print the settings that `zapex train` would run with, as TOML.")
     from zapex.presets import explain
 
     print(*(f"#{line}" for line in explain(run.chosen).splitlines()), sep="\n")
@@ -358,6 +232,7 @@ def _bench(args: list[str]) -> int:
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train on this host"),
     "eval": (_eval, "play with the network that a run has saved: zapex eval RUN"),
+    "keygen": (cli_hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
     "doctor": (_doctor, "say whether this machine has what a run needs"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine, from the source tree"),
