@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from zapex.batch import Batch
+from zapex.errors import ZapexError
 from zapex.metrics import RoleMetrics
 from zapex.roles.learner import Learner
 from zapex.schema import BatchLayout, Column, Schema
@@ -62,6 +63,7 @@ class FakeSink:
 
 class FakeDqn:
     learned = 0
+    factor = 1.0
 
     def flat_parameters(self) -> np.ndarray:
         return np.zeros(3, np.float32)
@@ -70,7 +72,9 @@ class FakeDqn:
         phase("forward")
         self.learned += 1
         facts = {"td_loss": 0.25, "q_values": 2.0, "td_error": 1.0, "gradient_norm": 3.0}
-        return np.array([-3.0, 1.0, 2.0, 0.0], np.float32) * self.learned, facts
+        td_errors = np.array([-3.0, 1.0, 2.0, 0.0], np.float32) * self.learned
+        td_errors[1] *= self.factor
+        return td_errors, facts
 
 
 class FakeCheckpointer:
@@ -139,6 +143,18 @@ def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -
     counts = desk.metrics.snapshot(alive=False)
     assert (counts["batches"], counts["samples"], counts["torn_rows"]) == (2, 8, 2)
     assert (counts["loss"], counts["priority_max"]) == (0.25, 6.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_td_error_that_is_not_finite_ends_it_and_is_never_sent(bad: float) -> None:
+    desk = Desk()
+    desk.source.there = 2
+    desk.learner.do_work()
+    desk.dqn.factor = bad
+    with pytest.raises(ZapexError, match=r"TD error is (nan|inf): learning has diverged. Lower"):
+        desk.learner.do_work()
+    assert len(desk.source.updates) == 1
+    assert desk.sink.published == [1]
 
 
 def test_priorities_that_find_no_room_wait_and_no_batch_overtakes_them() -> None:

@@ -1,5 +1,6 @@
 """The replay server: its counters, who waits for whom, and when it has something to do."""
 
+import numpy as np
 import pytest
 
 from tests.fake_system import System, spec
@@ -108,3 +109,26 @@ def test_slots_that_leave_quarantine_wake_it_only_for_actors_that_wait(waits: bo
     polled = one.roles["learner"]._source.poll(one.roles["learner"]._batch)
     assert polled is not None
     assert server.ready() is waits
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_it_survives_a_priority_that_is_not_finite(
+    bad: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = system()
+    one.goes_on(batches=5, chunks=20)
+    server, learner = one.roles["replay"], one.roles["learner"]
+    while server.do_work():
+        pass
+    leaves = one.replay.tree.leaves.copy()
+    keys = one.replay.draw(8).keys
+    priorities = np.ones(8, np.float32)
+    priorities[3] = bad
+    for _ in range(2):
+        assert learner._source.update(keys, priorities)
+        server.do_work()
+    np.testing.assert_array_equal(one.replay.tree.leaves, leaves, "all of an update or nothing")
+    assert one.replay.tree.check_valid()[0]
+    assert one.count("replay", "updates_refused") == 2
+    assert capsys.readouterr().err.count("an update is refused") == 1
+    one.goes_on(batches=5, chunks=5)

@@ -58,7 +58,15 @@ TABLES: Final[dict[Role, RoleTable]] = {
     ),
     "replay": RoleTable(
         phases=("insert", "sample", "update", "idle", "other"),
-        counters=("inserted", "evicted", "sampled", "batches", "updates_applied", "updates_stale"),
+        counters=(
+            "inserted",
+            "evicted",
+            "sampled",
+            "batches",
+            "updates_applied",
+            "updates_stale",
+            "updates_refused",  # whole updates: a priority in them was not finite
+        ),
         gauges=(
             "live",
             "capacity",

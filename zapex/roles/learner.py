@@ -1,5 +1,6 @@
 """The learner: trains on sampled batches, sends priorities back, publishes parameters."""
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 
 from zapex.agent.learning import DQN
 from zapex.batch import Batch
+from zapex.errors import ZapexError
 from zapex.metrics import RoleMetrics
 from zapex.transport import ParameterSink, SampleSource
 
@@ -55,7 +57,10 @@ class Learner:
         metrics.enter("wait")
 
     def do_work(self) -> int:
-        """Learn from one batch; 0 while there is none."""
+        """Learn from one batch; 0 while there is none.
+
+        Raises ZapexError where learning has diverged; nothing of that batch is sent or published.
+        """
         metrics, dqn, batch = self._metrics, self._dqn, self._batch
         if self._checkpointer.due():
             self.checkpoint()
@@ -67,14 +72,20 @@ class Learner:
             metrics.enter("wait")
             return 0
         td_errors, facts = dqn.learn(batch, metrics.enter)
+        sizes = np.abs(td_errors)
+        largest = float(sizes.max())
+        if not math.isfinite(largest):
+            raise ZapexError(
+                f"a TD error is {largest}: learning has diverged. Lower --lr, clip rewards, or look "
+                "for infinite rewards or observations; the newest checkpoint is from before"
+            )
         metrics.add("batches")
         metrics.add("samples", len(td_errors))
         metrics.add("torn_rows", sampled.torn)
         for gauge, name in _GAUGES.items():
             metrics.set(gauge, facts[name])
-        sizes = np.abs(td_errors)
         metrics.set("priority_mean", float(sizes.mean()))
-        metrics.set("priority_max", float(sizes.max()))
+        metrics.set("priority_max", largest)
         metrics.enter("update")
         self._send(batch.keys.copy(), td_errors)
         self._source.request()

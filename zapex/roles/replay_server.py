@@ -1,5 +1,11 @@
 """The replay server: takes chunks in, answers sample requests by priority, applies priorities."""
 
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.errors import InvalidPriority
 from zapex.intake import Intake
 from zapex.metrics import LIMITER_STATES, RoleMetrics
 from zapex.replay import Method, PrioritizedReplay
@@ -27,6 +33,7 @@ class ReplayServer:
         self._source, self._sink, self._metrics = source, sink, metrics
         self._batch_size, self._method = batch_size, method
         self._released = 0
+        self.updates_refused = 0
         self._counted: dict[str, int] = {}
         metrics.enter("other")
         metrics.set("capacity", replay.layout.capacity)
@@ -39,7 +46,7 @@ class ReplayServer:
         work = self._intake.do_work(self._sink.issued, self._released)
         metrics.enter("update")
         for keys, priorities in self._sink.updates():
-            self._replay.update_priorities(keys, priorities)
+            self._update(keys, priorities)
             work += 1
         metrics.enter("sample")
         for _ in range(self._sink.requests()):
@@ -70,6 +77,15 @@ class ReplayServer:
         self._publish_counts()
         self._metrics.leave()
 
+    def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> None:
+        """Apply new priorities. A learner that has diverged must not take the memory with it."""
+        try:
+            self._replay.update_priorities(keys, priorities)
+        except InvalidPriority as error:
+            if not self.updates_refused:
+                print(f"an update is refused, more are only counted: {error}", file=sys.stderr)
+            self.updates_refused += 1
+
     def _publish_counts(self) -> None:
         metrics, replay = self._metrics, self._replay
         counted = {
@@ -77,6 +93,7 @@ class ReplayServer:
             "evicted": self._intake.evicted,
             "updates_applied": replay.updates_applied,
             "updates_stale": replay.updates_stale,
+            "updates_refused": self.updates_refused,
         }
         for name, count in counted.items():
             # What a former life counted stays.
