@@ -76,8 +76,8 @@ class Learner:
         largest = float(sizes.max())
         if not math.isfinite(largest):
             raise ZapexError(
-                f"a TD error is {largest}: learning has diverged. Lower --lr, clip rewards, or look "
-                "for infinite rewards or observations; the newest checkpoint is from before"
+                f"a TD error is {largest}: learning has diverged. Lower --lr, clip rewards, or "
+                "look for infinite rewards or observations; the newest checkpoint is from before"
             )
         metrics.add("batches")
         metrics.add("samples", len(td_errors))
