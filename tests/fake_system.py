@@ -252,6 +252,7 @@ class System:
 
     def start_learner(self) -> None:
         dqn: Any = FakeDqn(self)
+        self.host.set_life("learner", 1)
         self.roles["learner"] = Learner(
             dqn,
             self.host.sample_source(),

@@ -13,27 +13,29 @@ from zapex.chunk_store import (
     OFFSET_BITS,
     SLOT_BITS,
     ChunkStore,
-    SlotLedger,
     chunk_length,
     slots_needed,
 )
 from zapex.errors import ConfigError, SharedMemoryError
 from zapex.schema import (
+    ACTOR,
     COMMIT_SEQUENCE,
     COMMITTED,
     COUNT,
     EVICTED,
     FREE,
     GENERATION,
+    GRANT_SEQUENCE,
     GRANTED,
+    INCARNATION,
     LIVE,
-    SEQUENCE,
     STATE,
     BatchLayout,
     ChunkLayout,
     Column,
     Schema,
 )
+from zapex.slot_ledger import SlotLedger
 
 SCHEMA = Schema({"obs": Column((2,), np.float32), "action": Column((), np.int64)}, n_step=1)
 CHUNK = 4
@@ -202,24 +204,22 @@ def test_a_ledger_that_attaches_finds_everything_as_it_was():
     again = SlotLedger(store)
     assert again.live_transitions == ledger.live_transitions == 2 + 3 + 4 + 1
     assert again.counts == {"free": 3, "granted": 1, "live": 4, "quarantined": 0}
-    assert again.granted_to(4) == (held, [])
+    assert (store.header_rows[held, STATE] == GRANTED).all()
     assert [again.evict(0)[0] for _ in range(4)] == slots[1:]
     # What is accepted from now on is younger than all that was there.
     assert store.header_rows[make_live(store, again), COMMIT_SEQUENCE] > 5
 
 
-def test_a_dead_actors_slots_come_back_and_its_committed_ones_in_their_order():
+def test_a_grant_says_whose_it_is_and_which_place_it_has_in_its_link():
     store = new_store()
     ledger = SlotLedger(store)
-    slots = ledger.grant(4, actor=2, incarnation=5).tolist()
-    for sequence, slot in ((11, slots[2]), (10, slots[0])):
-        commit(store, slot)
-        store.header_rows[slot, SEQUENCE] = sequence
-    granted, committed = ledger.granted_to(2)
-    assert granted == [slots[1], slots[3]]
-    assert committed == [slots[0], slots[2]]
-    assert ledger.reclaim(granted) == 2
-    assert (store.header_rows[granted, STATE] == FREE).all()
+    slots = ledger.grant(3, actor=2, incarnation=5, sequence=40).tolist()
+    rows = store.header_rows[slots]
+    assert (rows[:, [STATE, ACTOR, INCARNATION, COUNT]] == [GRANTED, 2, 5, 0]).all()
+    assert rows[:, GRANT_SEQUENCE].tolist() == [40, 41, 42]
+    assert ledger.reclaim(slots[:2]) == 2
+    assert (store.header_rows[slots[:2], STATE] == FREE).all()
+    assert ledger.counts == {"free": 7, "granted": 1, "live": 0, "quarantined": 0}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -7,12 +7,14 @@ import pytest
 from numpy.typing import NDArray
 
 from zapex.batch import aligned_zeros
+from zapex.chunk_store import set_state_kernel
 from zapex.intake import Intake
 from zapex.rate_limiter import LimiterConfig
 from zapex.replay import PrioritizedReplay
 from zapex.schema import (
     COMMITTED,
     COUNT,
+    FREE,
     GRANTED,
     INCARNATION,
     LIVE,
@@ -30,8 +32,9 @@ SCHEMA = Schema({"obs": Column((2,), np.float32), "action": Column((), np.int64)
 class FakeSource:
     """Actors as lists: what they were granted, and what they hand over next."""
 
-    def __init__(self, actors: int) -> None:
+    def __init__(self, actors: int, sent: list[int]) -> None:
         self.grants: list[list[tuple[int, list[int]]]] = [[] for _ in range(actors)]
+        self.sent = sent  # slots that each link has carried: outlives the replay
         self.handed_over: list[list[int]] = [[] for _ in range(actors)]
         self.changes: list[Life] = []
         self.full = False
@@ -50,7 +53,11 @@ class FakeSource:
     def has_room(self, actor: int, count: int) -> bool:
         return not self.full
 
+    def next_grant(self, actor: int) -> int:
+        return self.sent[actor]
+
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
+        self.sent[actor] += len(slots)
         self.grants[actor].append((incarnation, slots.tolist()))
 
 
@@ -66,6 +73,7 @@ class Desk:
             grant=STREAMS * CHUNK, batch=1, capacity=CAPACITY,
         )  # fmt: skip
         self.memory: NDArray[np.uint8] | None = None
+        self.sent = [0] * actors
         self.attach()
 
     def attach(self) -> None:
@@ -74,7 +82,7 @@ class Desk:
         if self.memory is None:
             layout = PrioritizedReplay(CAPACITY, SCHEMA, streams=streams, chunk=CHUNK).layout
             self.memory = aligned_zeros(layout.nbytes)
-        self.source = FakeSource(self.actors)
+        self.source = FakeSource(self.actors, self.sent)
         self.replay = PrioritizedReplay(
             CAPACITY, SCHEMA, streams=streams, chunk=CHUNK, buffer=self.memory
         )
@@ -264,7 +272,7 @@ def test_a_replay_that_dies_while_it_evicts_leaves_nothing_drawable_that_is_gone
         slot = desk.source.grants[0][sequence // STREAMS][1][sequence % STREAMS]
         desk.write(slot, sequence=sequence)
         desk.hand_over(slot)
-    for where in ("zapex.chunk_store.SlotLedger.evict", "zapex.sumtree_numba.SumTree.update"):
+    for where in ("zapex.slot_ledger.SlotLedger.evict", "zapex.sumtree_numba.SumTree.update"):
         with monkeypatch.context() as patch:
 
             def die(*args: object) -> None:
@@ -299,3 +307,57 @@ def test_a_new_life_of_the_replay_takes_over_what_is_whole_and_knows_what_is_out
     desk.hand_over(slots[1], out[0])  # the first was taken over already
     assert desk.intake.refused == 1
     assert len(desk.replay) == 2 * CHUNK + 2
+
+
+@pytest.mark.parametrize("stored", [1, STREAMS])
+def test_slots_that_a_dead_replay_had_granted_and_not_sent_are_granted_again(
+    stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(actors=2)
+    desk.live(0, 1)
+    states: list[int] = []
+
+    def die_at_last(headers: NDArray[np.int64], slot: int, state: int) -> None:
+        set_state_kernel(headers, slot, state)
+        states.append(state)
+        if len(states) == stored:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zapex.slot_ledger.set_state_kernel", die_at_last)
+        with pytest.raises(KeyboardInterrupt):
+            desk.live(1, 2)
+    assert states == [GRANTED] * stored
+    assert desk.source.grants[1] == [], "nobody has heard of them"
+    free = CAPACITY // CHUNK + 2 * 2 * STREAMS + 8 - STREAMS
+    desk.attach()
+    assert desk.replay.ledger.counts == {
+        "free": free, "granted": STREAMS, "live": 0, "quarantined": 0,
+    }  # fmt: skip
+    assert desk.intake.limiter._outstanding == CHUNK * STREAMS
+    desk.live(0, 1)
+    desk.live(1, 2)
+    assert [len(grants) for grants in desk.source.grants] == [0, 1]
+    assert desk.replay.ledger.counts["granted"] == 2 * STREAMS
+
+
+def test_what_an_actor_held_that_died_while_the_replay_was_dead_comes_back() -> None:
+    desk = Desk()
+    desk.live(0, 1)
+    desk.attach()
+    assert desk.replay.ledger.counts["granted"] == STREAMS
+    desk.live(0, 0)  # the first look says who is dead, too
+    assert desk.replay.ledger.counts["granted"] == 0
+
+
+@pytest.mark.parametrize("count", [0, -3, CHUNK + 1, 2**40])
+def test_a_new_life_of_the_replay_refuses_what_no_chunk_can_be(count: int) -> None:
+    desk = Desk()
+    desk.live(0, 1)
+    slots = desk.source.grants[0][0][1]
+    desk.write(slots[0], count)
+    desk.write(slots[1])
+    desk.attach()
+    assert (desk.intake.refused, len(desk.replay)) == (1, CHUNK)
+    assert desk.rows[slots, STATE].tolist() == [FREE, LIVE]
+    assert desk.intake.limiter._outstanding == 0

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from tests.naive import NaiveNStep
 from zapex.batch import Batch, aligned_zeros
-from zapex.chunk_store import ChunkStore, SlotLedger
+from zapex.chunk_store import ChunkStore
 from zapex.nstep import CUT, END, ChunkBuilder
 from zapex.schema import COUNT, FREE, STATE, STREAM, BatchLayout, ChunkLayout, Column, Schema
+from zapex.slot_ledger import SlotLedger
 
 
 class Game:

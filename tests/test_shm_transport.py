@@ -1,5 +1,7 @@
 """The links of one host: who gets what, in which order, and what a former life left in them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,9 @@ def make_plan(actors: int = 2, stack: int = 1) -> HostPlan:
 def make_host(plan: HostPlan | None = None) -> Host:
     plan = plan or make_plan()
     memory = aligned_zeros(plan.nbytes), aligned_zeros(plan.replay.nbytes)
-    return Host(plan, *memory, [-1] * len(plan.roles), create=True)
+    host = Host(plan, *memory, [-1] * len(plan.roles), create=True)
+    host.set_life("learner", 1)
+    return host
 
 
 def other(host: Host) -> Host:
@@ -82,6 +86,7 @@ def test_what_is_granted_to_one_life_is_not_claimed_by_another() -> None:
 def test_commits_come_in_order_from_the_actor_that_made_them_and_once() -> None:
     host = make_host()
     source = host.experience_source()
+    source.lives()
     assert not source.ready()
     sink = other(host).experience_sink(1, 1)
     sink.commit(slots(3, 1))
@@ -111,6 +116,9 @@ def test_a_link_says_when_it_is_full_of_grants_that_nobody_takes() -> None:
 def test_each_life_is_told_once_and_the_dead_as_0() -> None:
     host = make_host()
     source = other(host).experience_source()
+    assert source.ready()
+    assert source.lives() == [Life(0, 0), Life(1, 0)]
+    assert not source.ready()
     assert source.lives() == []
     host.set_life("actor 1", 5)
     assert source.ready()
@@ -122,7 +130,7 @@ def test_each_life_is_told_once_and_the_dead_as_0() -> None:
     host.set_life("actor 1", 0)
     assert source.lives() == []
     newcomer = other(host).experience_source()
-    assert newcomer.lives() == [Life(0, 7)], "a replay that starts again asks who lives"
+    assert newcomer.lives() == [Life(0, 7), Life(1, 0)], "a replay that starts again asks who lives"
 
 
 def test_a_batch_travels_as_keys_and_arrives_with_weights_of_the_probabilities_used() -> None:
@@ -176,6 +184,42 @@ def test_a_learner_that_starts_again_finds_what_its_former_life_asked_for() -> N
     assert newcomer.outstanding == PREFETCH - 1
 
 
+def test_a_request_whose_answer_a_dead_replay_had_given_is_not_answered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    keys = host.store().keys_of(np.arange(BATCH))
+    for _ in range(PREFETCH):
+        source.request()
+    sink.answer(draw(host, keys))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sink._requests, "release", die)
+    with pytest.raises(KeyboardInterrupt):
+        sink.answer(draw(host, keys))
+    assert (sink.issued, sink.requests()) == (2, PREFETCH - 1), "given, and asked for still"
+    assert source.outstanding == other(host).sample_source().outstanding == PREFETCH
+    newcomer = other(host).sample_sink()
+    assert (newcomer.issued, newcomer.requests()) == (2, PREFETCH - 2)
+    assert source.outstanding == PREFETCH
+    assert other(host).sample_sink().requests() == PREFETCH - 2
+
+
+def test_while_the_learner_is_dead_no_answer_keeps_a_slot() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    source.request()
+    sink.answer(draw(host, host.store().keys_of(np.arange(BATCH))))
+    assert sink.released == 0
+    host.set_life("learner", 0)
+    assert sink.released == 1, "nobody reads it"
+    host.set_life("learner", 2)
+    assert sink.released == 0, "the next life will"
+
+
 def test_no_more_batches_are_answered_than_were_asked_for() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
@@ -203,12 +247,44 @@ def test_priorities_arrive_in_order_and_a_full_link_says_so() -> None:
         sent += 1
     assert sent > PREFETCH
     assert sink.ready()
-    updates = sink.updates()
-    assert [int(k[0]) for k, _ in updates] == list(range(sent))
-    assert [float(p[-1]) for _, p in updates] == list(range(sent))
-    assert sink.updates() == []
+    updates = [(int(k[0]), float(p[-1])) for k, p in sink.updates()]
+    assert updates == [(i, float(i)) for i in range(sent)]
+    assert list(sink.updates()) == []
     assert not sink.ready()
     assert source.update(keys, np.zeros(BATCH, np.float32))
+
+
+def test_priorities_that_a_dead_replay_had_not_released_are_applied_by_the_next() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    for i in range(3):
+        assert source.update(np.full(BATCH, i), np.full(BATCH, i, np.float32))
+    taken = iter(sink.updates())
+    assert int(next(taken)[0][0]) == 0
+    assert int(next(taken)[0][0]) == 1  # killed here: 0 is done with, 1 is not
+    assert [int(k[0]) for k, _ in other(host).sample_sink().updates()] == [1, 2]
+
+
+def test_priorities_that_are_refused_with_an_error_do_not_come_again() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(), host.sample_sink()
+    for i in range(3):
+        assert source.update(np.full(BATCH, i), np.full(BATCH, i, np.float32))
+
+    def refuse() -> None:
+        for _ in sink.updates():
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        refuse()
+    assert [int(k[0]) for k, _ in other(host).sample_sink().updates()] == [1, 2]
+
+
+def test_every_row_of_an_update_is_aligned_whatever_the_size_of_a_batch() -> None:
+    host = make_host(replace(make_plan(), batch_size=3))
+    ring = host.ring("updates")
+    assert ring.records["keys"].flags.aligned
+    assert ring.records["priorities"].flags.aligned
 
 
 def test_parameters_are_the_newest_and_only_what_is_newer() -> None:

@@ -173,7 +173,7 @@ def die_at(name: str, after: bool) -> Any:
     """The next commit of a chunk dies before or after the call of `name` in its protocol."""
     owner, attribute = {
         "write": (m.Push, "write"),
-        "commit": (zmq_replay, "_set_state_kernel"),
+        "commit": (zmq_replay, "set_state_kernel"),
         "advance": (zmq_replay.ZmqExperienceSource, "_acknowledge"),
     }[name]
     real = getattr(owner, attribute)

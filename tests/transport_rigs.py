@@ -160,6 +160,9 @@ class Direct:
     def has_room(self, actor: int, count: int) -> bool:
         return True
 
+    def next_grant(self, actor: int) -> int:
+        return 0
+
     def grant(self, actor: int, incarnation: int, slots: np.ndarray) -> None:
         self._grants.append(slots)
 

@@ -1,4 +1,4 @@
-"""Chunk slots: headers, generations, who owns what, and the kernels that gather from them.
+"""Chunk slots: headers, generations, keys, and the kernels that gather from them.
 
     headers   (slots, 16) int64     state, generation, actor, ... (schema.py); state is stored last
     bodies    (slots, body bytes)   chunks, as schema.py lays them out
@@ -8,10 +8,9 @@ Ownership moves, and is never shared:
     free --grant--> granted --commit--> committed --accept--> live --evict--> evicted --> free
     replay          an actor's          replay's              replay's        quarantine
 
-(A writer in the replay's own process fills a slot that is live from the start: `open`, `close`.)
-The replay owns every move but `commit`, which is the actor's one store. An eviction bumps the
-generation, so a key taken before it no longer fits; the slot then waits in quarantine until the
-learner has released every answer issued before.
+The replay owns every move but `commit`, which is the actor's one store; they are in
+slot_ledger.py. An eviction bumps the generation, so a key taken before it no longer fits; the slot
+then waits in quarantine until the learner has released every answer issued before.
 
     SYNC chunk-whole: commit (release state)       -> accept (acquire state)
     SYNC row-whole:   evict (release generation)   -> gather (copy; acquire fence; generation again)
@@ -19,28 +18,16 @@ learner has released every answer issued before.
 Key: shard 8 bits | generation 28 | slot 19 | offset 8; never negative; -1 is none.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.atomics import (
-    copy_bytes,
-    fence_acquire,
-    fence_release,
-    load_acquire,
-    store_release,
-)
+from zapex.atomics import copy_bytes, fence_acquire, load_acquire, store_release
 from zapex.errors import ConfigError, SharedMemoryError
 from zapex.jit import kernel
 from zapex.schema import (
-    ACTOR,
-    COMMIT_SEQUENCE,
-    COMMITTED,
     COUNT,
-    EVICTED,
     F_BYTES,
     F_INNERMOST,
     F_ITEM,
@@ -48,18 +35,13 @@ from zapex.schema import (
     F_OBS,
     F_SOURCE,
     F_STACK,
-    FREE,
     GENERATION,
-    GRANT_SEQUENCE,
-    GRANTED,
     HEADER_WORDS,
-    INCARNATION,
     LIVE,
     NO_FRAME,
     S_BYTES,
     S_SOURCE,
     S_TARGET,
-    SEQUENCE,
     STATE,
     BatchLayout,
     ChunkLayout,
@@ -72,7 +54,7 @@ GatherArguments = tuple[Any, Any, Any, int, int, int, int, int, Any, Any, Any]
 OFFSET_BITS, SLOT_BITS, GENERATION_BITS, SHARD_BITS = 8, 19, 28, 8
 MAX_SLOTS = 1 << SLOT_BITS
 NO_KEY = -1
-_GENERATION_MASK = (1 << GENERATION_BITS) - 1
+GENERATION_MASK = (1 << GENERATION_BITS) - 1
 _SLOT_SHIFT = OFFSET_BITS
 _GENERATION_SHIFT = OFFSET_BITS + SLOT_BITS
 _SHARD_SHIFT = OFFSET_BITS + SLOT_BITS + GENERATION_BITS
@@ -106,7 +88,7 @@ def indices_kernel(keys: Any, headers: Any, chunk: int, shard: int, indices: Any
             continue
         header = slot * HEADER_WORDS
         if (
-            (key >> _GENERATION_SHIFT) & _GENERATION_MASK == headers[header + GENERATION]
+            (key >> _GENERATION_SHIFT) & GENERATION_MASK == headers[header + GENERATION]
             and headers[header + STATE] == LIVE
             and offset < headers[header + COUNT]
         ):
@@ -184,7 +166,7 @@ def gather_kernel(keys: Any, mem: Any, mem16: Any, headers: Any, bodies: int, bo
         # SYNC row-whole: the copies above come before this second look at the generation
         fence_acquire()
         now = headers[slot * HEADER_WORDS + GENERATION]
-        if (key >> _GENERATION_SHIFT) & _GENERATION_MASK == now:
+        if (key >> _GENERATION_SHIFT) & GENERATION_MASK == now:
             out_keys[b] = key
         else:
             out_keys[b] = NO_KEY
@@ -199,18 +181,8 @@ def _state_kernel(headers: Any, slot: int) -> int:
 
 
 @kernel
-def _set_state_kernel(headers: Any, slot: int, state: int) -> None:
+def set_state_kernel(headers: Any, slot: int, state: int) -> None:
     store_release(headers, slot * HEADER_WORDS + STATE, state)
-
-
-@kernel
-def _evict_kernel(headers: Any, slot: int) -> None:
-    header = slot * HEADER_WORDS
-    # SYNC row-whole: nobody writes to the slot before the new generation can be seen
-    generation = (headers[header + GENERATION] + 1) & _GENERATION_MASK
-    store_release(headers, header + GENERATION, generation)
-    fence_release()
-    store_release(headers, header + STATE, EVICTED)
 
 
 class ChunkStore:
@@ -309,146 +281,6 @@ class ChunkStore:
         )  # fmt: skip
         self._arguments[id(layout)] = layout, found
         return found
-
-
-class SlotLedger:
-    """The replay's side of a store: it alone moves slots on. Derived from the headers on attach.
-
-    Slots that the FIFO evicts wait in quarantine, tagged by how many answers had been issued, until
-    `release(released)` says that the learner is done with those.
-    """
-
-    def __init__(self, store: ChunkStore) -> None:
-        self.store = store
-        rows = store.header_rows
-        states = rows[:, STATE]
-        self._free = deque(np.flatnonzero(states == FREE).tolist())
-        # Whoever held an answer from before the attach asks again: quarantine is over for these.
-        for slot in np.flatnonzero(states == EVICTED).tolist():
-            _set_state_kernel(store.headers, slot, FREE)
-            self._free.append(slot)
-        live = np.flatnonzero(states == LIVE)
-        self._fifo = deque(live[np.argsort(rows[live, COMMIT_SEQUENCE])].tolist())
-        self._quarantine: deque[tuple[int, int]] = deque()
-        self._commit_sequence = int(rows[:, COMMIT_SEQUENCE].max(initial=0)) + 1
-        self._grant_sequence = int(rows[:, GRANT_SEQUENCE].max(initial=0)) + 1
-        self.live_transitions = int(rows[live, COUNT].sum())
-        self.on_evict: Callable[[int], None] | None = (
-            None  # called before a slot's bytes may change
-        )
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Slots by state."""
-        free, live, quarantined = len(self._free), len(self._fifo), len(self._quarantine)
-        held = self.store.slots - free - live - quarantined
-        return {"free": free, "granted": held, "live": live, "quarantined": quarantined}
-
-    @property
-    def free(self) -> int:
-        """Slots that can be granted now."""
-        return len(self._free)
-
-    @property
-    def free_slots(self) -> list[int]:
-        """Free slots, the next to be granted first."""
-        return list(self._free)
-
-    def free_in_order(self, slots: Iterable[int]) -> None:
-        """Grant these free slots first, in this order."""
-        there = set(self._free)
-        first = [slot for slot in dict.fromkeys(slots) if slot in there]
-        self._free = deque(first + [slot for slot in self._free if slot not in set(first)])
-
-    @property
-    def oldest(self) -> int | None:
-        """The live slot that goes first."""
-        return self._fifo[0] if self._fifo else None
-
-    @property
-    def live(self) -> list[int]:
-        """Live slots that can be evicted, oldest first."""
-        return list(self._fifo)
-
-    def grant(
-        self, count: int, actor: int, incarnation: int, state: int = GRANTED
-    ) -> NDArray[np.int64]:
-        """`count` free slots for an actor; the caller has seen that there are as many."""
-        rows = self.store.header_rows
-        slots = np.array([self._free.popleft() for _ in range(count)], np.int64)
-        for slot in slots.tolist():
-            header = rows[slot]
-            header[ACTOR], header[INCARNATION], header[COUNT] = actor, incarnation, 0
-            header[GRANT_SEQUENCE] = self._grant_sequence
-            self._grant_sequence += 1
-            _set_state_kernel(self.store.headers, slot, state)
-        return slots
-
-    def accept(self, slot: int) -> int:
-        """Take over a committed slot: it is live now. Returns how many transitions it holds."""
-        self._stamp(slot)
-        _set_state_kernel(self.store.headers, slot, LIVE)
-        self._fifo.append(slot)
-        count = int(self.store.header_rows[slot, COUNT])
-        self.live_transitions += count
-        return count
-
-    def open(self) -> int:
-        """A free slot that is live while it is filled; not evicted before `close`.
-
-        Its rows can be drawn as COUNT grows; whoever fills it adds them to `live_transitions`.
-        """
-        (slot,) = self.grant(1, 0, 0, LIVE).tolist()
-        self._stamp(slot)  # a process that dies leaves it closed, in this order
-        return int(slot)
-
-    def close(self, slot: int) -> None:
-        """An open slot is full, or will not be filled further: the FIFO may evict it."""
-        self._stamp(slot)
-        self._fifo.append(slot)
-
-    def _stamp(self, slot: int) -> None:
-        self.store.header_rows[slot, COMMIT_SEQUENCE] = self._commit_sequence
-        self._commit_sequence += 1
-
-    def evict(self, issued: int) -> tuple[int, int]:
-        """The oldest live slot into quarantine: it and how many transitions went."""
-        slot = self._fifo.popleft()
-        if self.on_evict is not None:
-            self.on_evict(slot)
-        count = int(self.store.header_rows[slot, COUNT])
-        _evict_kernel(self.store.headers, slot)
-        self._quarantine.append((issued, slot))
-        self.live_transitions -= count
-        return slot, count
-
-    def release(self, released: int) -> int:
-        """Free what was evicted before answer number `released` was issued; how many."""
-        freed = 0
-        while self._quarantine and self._quarantine[0][0] <= released:
-            _, slot = self._quarantine.popleft()
-            _set_state_kernel(self.store.headers, slot, FREE)
-            self._free.append(slot)
-            freed += 1
-        return freed
-
-    def reclaim(self, slots: Iterable[int]) -> int:
-        """Granted slots of an actor that is gone, unpublished, become free; how many."""
-        taken = 0
-        for slot in slots:
-            _set_state_kernel(self.store.headers, slot, FREE)
-            self._free.append(slot)
-            taken += 1
-        return taken
-
-    def granted_to(self, actor: int) -> tuple[list[int], list[int]]:
-        """Slots that an actor holds: those still granted, and those committed, in its order."""
-        rows = self.store.header_rows
-        mine = rows[:, ACTOR] == actor
-        granted = np.flatnonzero(mine & (rows[:, STATE] == GRANTED))
-        committed = np.flatnonzero(mine & (rows[:, STATE] == COMMITTED))
-        order = np.argsort(rows[committed, SEQUENCE])
-        return granted.tolist(), committed[order].tolist()
 
 
 def slots_needed(capacity: int, chunk: int, streams: int) -> int:

@@ -5,7 +5,16 @@ from numpy.typing import NDArray
 
 from zapex.rate_limiter import LimiterConfig, RateLimiter
 from zapex.replay import PrioritizedReplay
-from zapex.schema import ACTOR, COMMITTED, COUNT, GRANTED, INCARNATION, SEQUENCE, STATE
+from zapex.schema import (
+    ACTOR,
+    COMMITTED,
+    COUNT,
+    GRANT_SEQUENCE,
+    GRANTED,
+    INCARNATION,
+    SEQUENCE,
+    STATE,
+)
 from zapex.transport import ExperienceSource
 
 
@@ -16,8 +25,9 @@ class Intake:
     with it. The limiter is charged when slots are granted, and refunded when a chunk comes back
     short.
 
-    On memory that was in use, whole chunks that nobody took over are taken over now, and what is
-    granted stays so until its actor's life is known.
+    On memory that was in use, whole chunks that nobody took over are taken over now, what was
+    granted and never sent is free again, and what was sent stays granted until its actor's life is
+    known.
     """
 
     def __init__(
@@ -39,15 +49,21 @@ class Intake:
         rows = replay.store.header_rows
         # One look at all states: who commits meanwhile is granted here, and heard through its link.
         states = rows[:, STATE].copy()
-        committed = np.flatnonzero(states == COMMITTED)
-        for slot in committed[np.argsort(rows[committed, SEQUENCE])].tolist():
-            self.inserted += replay.accept(slot)
-        granted = np.flatnonzero(states == GRANTED).tolist()
-        for slot in granted:
-            self._granted[int(rows[slot, ACTOR])].add(slot)
-        self.limiter = RateLimiter(
-            limiter, committed=len(replay), granted=len(granted) * self._chunk
-        )
+        for slot in self._in_order(np.flatnonzero(states == COMMITTED)):
+            if self._is_whole(slot):
+                self.inserted += replay.accept(slot)
+            else:
+                self.refused += 1
+                replay.ledger.reclaim([slot])
+        granted = 0
+        for slot in np.flatnonzero(states == GRANTED).tolist():
+            actor = int(rows[slot, ACTOR])
+            if rows[slot, GRANT_SEQUENCE] < source.next_grant(actor):
+                self._granted[actor].add(slot)
+                granted += 1
+            else:  # its state was stored, and the replay died before the link carried it
+                replay.ledger.reclaim([slot])
+        self.limiter = RateLimiter(limiter, committed=len(replay), granted=granted * self._chunk)
 
     @property
     def waiting(self) -> list[int]:
@@ -76,18 +92,28 @@ class Intake:
             work += self._grant(actor)
         return work
 
+    def _is_whole(self, slot: int) -> bool:
+        """The count of a committed slot is one that a chunk can have."""
+        return 1 <= int(self._replay.store.header_rows[slot, COUNT]) <= self._chunk
+
+    def _in_order(self, slots: NDArray[np.int64]) -> list[int]:
+        """Committed slots as their actors filled them, life by life."""
+        rows = self._replay.store.header_rows[slots]
+        ordered: list[int] = slots[np.lexsort((rows[:, SEQUENCE], rows[:, INCARNATION]))].tolist()
+        return ordered
+
     def _accept(self, actor: int, slot: int) -> None:
         # A slot number came from another process: it is checked before anything follows it.
         if slot not in self._granted[actor] or self._replay.store.state(slot) != COMMITTED:
             self.refused += 1
             return
-        count = int(self._replay.store.header_rows[slot, COUNT])
         self._granted[actor].discard(slot)
-        if not 1 <= count <= self._chunk:
+        if not self._is_whole(slot):
             self.refused += 1
             self._reclaim([slot])
             return
-        self.inserted += self._replay.accept(slot)
+        count = self._replay.accept(slot)
+        self.inserted += count
         self.limiter.commit(count)
         self.limiter.refund(self._chunk - count)
 
@@ -99,7 +125,7 @@ class Intake:
         rows = self._replay.store.header_rows
         left = [s for s in self._granted[actor] if rows[s, INCARNATION] != incarnation]
         whole = [s for s in left if self._replay.store.state(s) == COMMITTED]
-        for slot in sorted(whole, key=lambda s: int(rows[s, SEQUENCE])):
+        for slot in self._in_order(np.array(whole, np.int64)):
             self._accept(actor, slot)
         unpublished = self._granted[actor].intersection(left)
         self._granted[actor] -= unpublished
@@ -117,7 +143,9 @@ class Intake:
             return 0
         if not self._source.has_room(actor, self._streams):
             return 0
-        slots: NDArray[np.int64] = ledger.grant(self._streams, actor, incarnation)
+        slots: NDArray[np.int64] = ledger.grant(
+            self._streams, actor, incarnation, self._source.next_grant(actor)
+        )
         self._granted[actor].update(slots.tolist())
         self.limiter.insert(self.charge)
         self._source.grant(actor, incarnation, slots)

@@ -9,10 +9,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from zapex.arguments import FLOAT64, INT64, column
 from zapex.batch import aligned_zeros
-from zapex.chunk_store import ChunkStore, SlotLedger, chunk_length, slots_needed
+from zapex.chunk_store import ChunkStore, chunk_length, slots_needed
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
 from zapex.sampling import REFUSED, prioritise_kernel, reprioritise_kernel
 from zapex.schema import COMMITTED, COUNT, MAX_CHUNK, ChunkLayout, Schema, align
+from zapex.slot_ledger import SlotLedger
 from zapex.sumtree_numba import SumTree
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ nobody:
     sleeping      a word for each role  1 while it waits on its eventfd
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, get_args
@@ -42,6 +42,7 @@ _GRANT = np.dtype([("slot", np.int64), ("incarnation", np.int64)])
 EVALUATION_FIELDS = ("steps", "frames", "wall_s")
 _EPISODES = 1024
 _STRIDE_WORDS = 16  # two cache lines for each hot word
+_UNKNOWN = -1  # no incarnation, and not "dead"
 
 
 def _power_of_two(n: int) -> int:
@@ -91,7 +92,8 @@ class HostPlan:
     def update_dtype(self) -> np.dtype[Any]:
         """New priorities of one batch."""
         rows = (self.batch_size,)
-        return np.dtype([("keys", np.int64, rows), ("priorities", np.float32, rows)])
+        fields = [("keys", np.int64, rows), ("priorities", np.float32, rows)]
+        return np.dtype(fields, align=True)
 
     @property
     def roles(self) -> list[tuple[str, Role]]:
@@ -296,7 +298,7 @@ class ShmExperienceSource:
     def __init__(self, host: Host) -> None:
         plan = host.plan
         self._host = host
-        self._known = dict.fromkeys(range(plan.actors), 0)
+        self._known = dict.fromkeys(range(plan.actors), _UNKNOWN)
         self._commits = [host.ring(f"commits {i}").consumer() for i in range(plan.actors)]
         self._grants = [host.ring(f"grants {i}").producer() for i in range(plan.actors)]
         self._wakers = [host.waker(f"actor {i}") for i in range(plan.actors)]
@@ -311,7 +313,7 @@ class ShmExperienceSource:
         )
 
     def lives(self) -> list[Life]:
-        """Actors that came, went or were replaced since the last call."""
+        """Actors that came, went or were replaced since the last call; the first call says all."""
         changed = []
         for i, word in enumerate(self._words):
             incarnation = _load_word_kernel(self._lives, word)
@@ -329,6 +331,10 @@ class ShmExperienceSource:
         """The ring takes `count` grants; a dead life's stay in it until the next life looks."""
         ring = self._grants[actor].ring
         return ring.tail - ring.head + count <= ring.capacity
+
+    def next_grant(self, actor: int) -> int:
+        """The ring's tail: what lies behind it was published."""
+        return self._grants[actor].ring.tail
 
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
         """Give free slots to that life of the actor."""
@@ -350,15 +356,20 @@ class ShmSampleSource:
         self._answers = host.ring("answers").consumer()
         self._updates = host.ring("updates").producer()
         self._replay = host.waker("replay")
-        # A former life of the learner may have left answers and requests behind: they count.
-        answers, requests = host.ring("answers"), host.ring("requests")
-        self.outstanding = (answers.tail - answers.head) + (requests.tail - requests.head)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests without an answer polled, a former life's included.
+
+        Both words are the learner's own: request n is answered by answer n, so that no move of the
+        replay's can be seen half done.
+        """
+        return self._requests.ring.tail - self._answers.ring.head
 
     def request(self) -> None:
         """Ask for one more batch."""
         if not self._requests.try_offer(np.array([self._batch_size])):
             raise PeerError("more batches are asked for than the ring of requests holds")
-        self.outstanding += 1
         self._replay.wake()
 
     def ready(self) -> bool:
@@ -382,7 +393,6 @@ class ShmSampleSource:
         if torn:
             batch.weights[batch.keys == NO_KEY] = 0.0
         self._answers.release(1)  # from here on the replay may hand evicted slots out again
-        self.outstanding -= 1
         return Sampled(torn, live)
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
@@ -405,6 +415,14 @@ class ShmSampleSink:
         self._answers = host.ring("answers").producer()
         self._updates = host.ring("updates").consumer()
         self._learner = host.waker("learner")
+        self._lives = host._lives
+        self._learner_word = host.plan.role_index("learner") * _STRIDE_WORDS
+        # Answer n is request n's: a former life that died between the two stores of `answer` left
+        # a request that is answered. Answered twice, it would be one batch too many under way.
+        answered = self.issued - self._requests.ring.head
+        if answered > 0:
+            self._requests.poll(answered)
+            self._requests.release(answered)
 
     def ready(self) -> bool:
         """There are updates that were not taken yet."""
@@ -417,7 +435,12 @@ class ShmSampleSink:
 
     @property
     def released(self) -> int:
-        """Answers that the learner has gathered."""
+        """Answers that the learner has gathered; all of them while it is dead, for nobody reads.
+
+        Otherwise no slot would leave quarantine before its next life, and the actors would stop.
+        """
+        if not _load_word_kernel(self._lives, self._learner_word):
+            return self.issued
         return self._answers.ring.head
 
     def requests(self) -> int:
@@ -438,13 +461,20 @@ class ShmSampleSink:
         self._requests.release(1)
         self._learner.wake()
 
-    def updates(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Priority updates since the last call."""
-        _, count = self._updates.poll(self._updates.ring.capacity)
-        if not count:
-            return []
-        records = self._updates.take(count)
-        return [(r["keys"], r["priorities"]) for r in records]
+    def updates(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Priority updates since the last call, in place: each good until the next.
+
+        One is released after it was applied. A replay that dies in between applies it again, which
+        changes nothing; one that it refuses with an error is not seen again.
+        """
+        ring = self._updates.ring
+        first, count = self._updates.poll(ring.capacity)
+        for sequence in range(first, first + count):
+            record = ring.records[sequence & (ring.capacity - 1)]
+            try:
+                yield record["keys"], record["priorities"]
+            finally:
+                self._updates.release(1)
 
 
 class ShmParameters:

@@ -8,7 +8,7 @@ a role that has nothing to do waits through its own `wait(ready, timeout_s)`, wi
 Slots and keys are int64; every array is the caller's own unless it says otherwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,8 +86,9 @@ class SampleSource(Protocol):
         ...; source.update(batch.keys, td_errors); source.request()
     """
 
-    outstanding: int
-    """Requests without an answer polled, a former life's included."""
+    @property
+    def outstanding(self) -> int:
+        """Requests without an answer polled, a former life's included."""
 
     def request(self) -> None:
         """Ask for one more batch."""
@@ -120,7 +121,10 @@ class ExperienceSource(Protocol):
         """Something was committed, or somebody came or went."""
 
     def lives(self) -> Sequence[Life]:
-        """Actors that came, went or were replaced since the last call."""
+        """Actors that came, went or were replaced since the last call; the first call says all.
+
+        An actor that is gone is so for sure: what it was granted may be taken back.
+        """
 
     def committed(self, actor: int) -> NDArray[np.int64]:
         """Slots that `actor` handed over since the last call, in order. Not yet checked."""
@@ -128,8 +132,14 @@ class ExperienceSource(Protocol):
     def has_room(self, actor: int, count: int) -> bool:
         """The link takes a grant of `count` slots now."""
 
+    def next_grant(self, actor: int) -> int:
+        """The sequence of the next slot granted to `actor`; a link keeps it when the replay dies.
+
+        A slot whose grant sequence is not below it was never given to anybody.
+        """
+
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
-        """Give free slots to that life of the actor."""
+        """Give free slots to that life of the actor, all of them or none."""
 
 
 class SampleSink(Protocol):
@@ -152,5 +162,8 @@ class SampleSink(Protocol):
     def answer(self, draw: Draw) -> None:
         """Answer one request."""
 
-    def updates(self) -> Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Priority updates since the last call: (keys, priorities) each."""
+    def updates(self) -> Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Priority updates since the last call: (keys, priorities), each good until the next.
+
+        One that was not followed by a request for the next may come again after a death.
+        """

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.batch_packing import BatchPacker, check_batch_size, packed_bytes
-from zapex.chunk_store import ChunkStore, _set_state_kernel
+from zapex.chunk_store import ChunkStore, set_state_kernel
 from zapex.experience_messages import Push
 from zapex.message_header import Kind, as_part
 from zapex.messages import (
@@ -31,6 +31,7 @@ from zapex.schema import (
     ACTOR,
     COMMITTED,
     COUNT,
+    GRANT_SEQUENCE,
     GRANTED,
     HOST,
     INCARNATION,
@@ -63,6 +64,7 @@ class ZmqExperienceSource:
         self._touched: set[int] = set()
         self.counts = dict.fromkeys(("chunks", "bytes", "doubled", "early", "uncredited"), 0)
         rows = store.header_rows
+        self._next_grant = int(rows[:, GRANT_SEQUENCE].max(initial=-1)) + 1
         for slot in np.flatnonzero(rows[:, STATE] == GRANTED).tolist():
             actor = int(rows[slot, ACTOR])
             # What another host was granted, or what was half written, the intake takes back.
@@ -100,8 +102,13 @@ class ZmqExperienceSource:
         """Credit is only a number."""
         return True
 
+    def next_grant(self, actor: int) -> int:
+        """Above all there are: a slot is given by what its header says, as soon as it says so."""
+        return self._next_grant
+
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
         """These slots are the actor's next chunks'; its relay is told."""
+        self._next_grant += len(slots)
         self._slots[actor].extend(slots.tolist())
         session = self._server.session_of(actor)
         if session is not None:
@@ -140,7 +147,7 @@ class ZmqExperienceSource:
         header[COUNT], header[STREAM], header[SEQUENCE] = push.rows, push.stream, push.sequence
         header[INCARNATION], header[HOST] = push.incarnation, self._roster.host(push.actor)
         # SYNC chunk-whole: the one store that commits; a server that dies before it took nothing
-        _set_state_kernel(store.headers, slot, COMMITTED)
+        set_state_kernel(store.headers, slot, COMMITTED)
         self._roster.advance(push.actor, push.incarnation, push.sequence + 1)
         self._committed[push.actor].append(slot)
         self.counts["chunks"] += 1

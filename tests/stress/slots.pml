@@ -3,7 +3,8 @@
  *   free --grant--> granted --commit--> committed --accept--> live --evict--> evicted --> free
  *
  * Checked: a row that the learner takes for whole is whole and of its key; every committed chunk is
- * accepted once; no slot is lost (the actor always gets another grant, or the check finds it stuck).
+ * accepted once; no slot is lost (the actor always gets another grant, or the check finds it stuck;
+ * once it is dead for good, nothing is left to it).
  *
  * spin -a slots.pml && cc -DSAFETY -o pan pan.c && ./pan         no errors
  * With a rule taken away (-D NO_...) the check must fail.
@@ -35,6 +36,7 @@ byte announced = 1;     /* the parent's word: this life runs; 0: it is dead for 
 byte chunks;            /* committed so far; ghost */
 byte accepts[CHUNKS];   /* ghost */
 
+bool nobody_reads;      /* the parent's word: the learner is dead for sure */
 bool answered;          /* one answer: a key, and (ghost) what its row holds */
 byte key_slot, key_generation, key_value, answers;
 
@@ -75,8 +77,10 @@ born:
     goto end;
 dead:
     announced = 0;              /* its pidfd has fired */
-    atomic { life++; announced = life };
-    goto born;
+    if
+    :: true                     /* for good, or for long */
+    :: atomic { life++; announced = life }; goto born
+    fi;
 end: skip
 }
 
@@ -84,9 +88,14 @@ end: skip
 #define REPLAY_CRASH if :: crashes < REPLAY_CRASHES -> goto dead :: true fi
 #define HAS_CREDIT(s) (state[s] == GRANTED && life_of[s] == known)
 #define MAY_GRANT(s) (state[s] == FREE && known && !HAS_CREDIT(1 - s) && tail - head < RING)
-#define MAY_FREE(s) (state[s] == EVICTED && !answered)      /* the quarantine is over */
+#define MAY_FREE(s) (state[s] == EVICTED && (!answered || nobody_reads))  /* quarantine is over */
 #define MAY_ANSWER(s) (state[s] == LIVE && !answered && answers < ANSWERS)
-#define IS_LEFT(s) (state[s] == GRANTED && known == announced && life_of[s] != known)
+#ifdef NO_FIRST_LOOK            /* after attaching it hears of lives only when they change */
+#define HEARD heard
+#else
+#define HEARD true
+#endif
+#define IS_LEFT(s) (state[s] == GRANTED && HEARD && known == announced && life_of[s] != known)
 
 inline attach(s) {
     if
@@ -138,8 +147,9 @@ inline answer(s) {
 
 proctype Replay() {
     byte known, crashes;
+    bool heard;
 end: do
-    :: known != announced -> known = announced
+    :: atomic { known != announced -> known = announced; heard = true }
     :: IS_LEFT(0) -> state[0] = FREE; REPLAY_CRASH
     :: IS_LEFT(1) -> state[1] = FREE; REPLAY_CRASH
 #ifdef NO_PIDFD                 /* a life that does not answer is taken for dead */
@@ -159,6 +169,7 @@ end: do
 dead:
     crashes++;
     known = 0;
+    heard = false;
     attach(0);
     attach(1);
     goto end
@@ -166,7 +177,9 @@ dead:
 
 proctype Learner() {
     byte a, b, now;
+    bool died;
 end: do
+    :: answered && !died -> died = true; nobody_reads = true; nobody_reads = false  /* reads anew */
     :: answered ->
 #ifdef NO_ACQUIRE_FENCE         /* the generation may be read before the row */
         now = generation[key_slot];
@@ -194,7 +207,8 @@ proctype Account() {
     do
     :: i < chunks -> assert(accepts[i] == 1); i++
     :: else -> break
-    od
+    od;
+    assert(announced || (state[0] != GRANTED && state[1] != GRANTED))
 }
 
 init { atomic { run Actor(); run Replay(); run Learner(); run Account() } }

@@ -25,9 +25,11 @@ NEEDED = {
         "NO_STAMP",
         "NO_STAMP_FENCE",
     ],
+    "answers": ["NO_APPLY_FIRST", "NO_OWN_WORDS", "NO_PAIRING"],
     "sleep": ["NO_SLEEP_LIMIT", "NO_WAITER_FENCE", "NO_WAKER_FENCE"],
     "slots": [
         "NO_ACQUIRE_FENCE",
+        "NO_FIRST_LOOK",
         "NO_GENERATION_FIRST",
         "NO_GRANT_CHECK",
         "NO_PIDFD",
