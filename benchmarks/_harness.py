@@ -131,3 +131,12 @@ def write_json(path: Path, benchmark: str, results: Mapping[str, Any], **facts: 
     report = {"benchmark": benchmark, "machine": machine_facts(), **facts, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def add_json(path: Path, benchmark: str, name: str, result: Mapping[str, Any]) -> None:
+    """Put one result, with the machine it was seen on, beside the others of a file."""
+    report = json.loads(path.read_text()) if path.exists() else {"benchmark": benchmark}
+    results = report.setdefault("results", {})
+    results[name] = {"machine": machine_facts(), **result}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")

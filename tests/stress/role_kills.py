@@ -1,0 +1,283 @@
+"""`zapex train`, its real roles killed at random times: what is lost or torn, how soon all is back.
+
+    python -m tests.stress.role_kills [--kills 30] [--seed 1] [--json FILE]
+
+Looks on from outside, through the memory that the run's parent holds. The memory is large enough
+that nothing is evicted, so that after every kill each chunk that was ever seen live must be there,
+bit for bit; each of its transitions must be what was played; and of each stream's life they must be
+all, from its first step on, without a gap and none twice.
+"""
+
+import argparse
+import contextlib
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks._harness import add_json, percentiles
+from benchmarks.train_run import START_S, TrainRun
+from tests.fake_system import Moment
+from tests.stress.marked_env import check_row, game_of
+from zapex import environments
+from zapex.schema import (
+    ACTOR,
+    COMMIT_SEQUENCE,
+    COUNT,
+    GENERATION,
+    GRANTED,
+    INCARNATION,
+    LIVE,
+    SEQUENCE,
+    STATE,
+)
+from zapex.shm_transport import Host
+from zapex.topology import Run
+
+ENV = "tests.stress.marked_env:marked"
+RUN = (
+    "--preset smoke --actors 2 --envs-per-actor 4 --max-chunk-age-steps 8 --capacity 2M --hidden 16"
+    " --learning-starts 500 --batch-size 32 --samples-per-insert 8 --eval-period-s 0"
+    " --checkpoint-minutes 0.2 --max-frames 0 --max-minutes 0"
+)
+ROLES = ("actor 0", "actor 1", "replay", "learner")
+_SHORT_S = 10.5  # of the supervisor's ten: a death after that is followed by 0.1 s, not more
+_STUCK_S = 60.0
+
+Chunk = tuple[int, int, int]  # actor, incarnation, sequence
+
+
+class Auditor:
+    """All transitions of a run, as they lie in its memory."""
+
+    def __init__(self, run: TrainRun) -> None:
+        run.blocks()
+        self.run = Run(run.config, environments.check(ENV), run.path)
+        plan = self.run.plan
+        self.host = Host(plan, _map(run, "zapex-control"), _map(run, "zapex-experience"), [])
+        self.store = self.host.store()
+        self.seen: dict[Chunk, tuple[int, int]] = {}  # -> slot, checksum of header and body
+        self.moments: dict[tuple[int, int], dict[Moment, None]] = defaultdict(dict)
+
+    def granted(self, actor: int, incarnation: int) -> int:
+        """Slots that this life holds."""
+        rows = self.store.header_rows
+        held = (rows[:, STATE] == GRANTED) & (rows[:, ACTOR] == actor)
+        return int((held & (rows[:, INCARNATION] == incarnation)).sum())
+
+    def look(self) -> int:
+        """Check every chunk; returns how many transitions there are."""
+        rows = self.store.header_rows
+        for chunk, (slot, checksum) in self.seen.items():
+            if rows[slot, STATE] != LIVE or self._checksum(slot) != checksum:
+                raise RuntimeError(f"lost: {chunk} in slot {slot}: {rows[slot]}")
+        live = np.flatnonzero(rows[:, STATE] == LIVE)
+        for slot in live[np.argsort(rows[live, COMMIT_SEQUENCE])].tolist():
+            chunk = (
+                int(rows[slot, ACTOR]),
+                int(rows[slot, INCARNATION]),
+                int(rows[slot, SEQUENCE]),
+            )
+            if chunk not in self.seen:
+                self._take(chunk, slot)
+            elif self.seen[chunk][0] != slot:
+                raise RuntimeError(f"doubled: {chunk} in slots {self.seen[chunk][0]} and {slot}")
+        self._check_numbers()
+        return sum(map(len, self.moments.values()))
+
+    def _checksum(self, slot: int) -> int:
+        body = self.store.body(slot)
+        header = self.store.header_rows[slot, [GENERATION, ACTOR, INCARNATION, SEQUENCE, COUNT]]
+        # The priority is the actor's own; what the learner sends goes into the sum tree.
+        return zlib.crc32(
+            self.store.mem[body : body + self.store.layout.body_bytes], zlib.crc32(header.tobytes())
+        )
+
+    def _take(self, chunk: Chunk, slot: int) -> None:
+        store, config = self.store, self.run.config.replay
+        frames = store.column(slot, "obs")
+        ends = [store.column(slot, name)[:, 0] for name in ("obs_frames", "next_obs_frames")]
+        reward, discount = store.column(slot, "reward"), store.column(slot, "discount")
+        for row in range(int(store.header_rows[slot, COUNT])):
+            before, after = (frames[int(end[row])] for end in ends)
+            moment = check_row(
+                before, float(reward[row]), float(discount[row]), after, config.n_step, config.gamma
+            )
+            stream = self.moments[moment[:2]]
+            if moment in stream:
+                raise RuntimeError(f"doubled: {moment} again, in {chunk}")
+            stream[moment] = None
+        self.seen[chunk] = slot, self._checksum(slot)
+
+    def _check_numbers(self) -> None:
+        """Chunks of a life and steps of a stream are numbered without a gap."""
+        lives: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for actor, incarnation, sequence in self.seen:
+            lives[actor, incarnation].append(sequence)
+        for life, numbers in lives.items():
+            if sorted(numbers) != list(range(min(numbers), min(numbers) + len(numbers))):
+                raise RuntimeError(f"lost: of {life} there are only chunks {sorted(numbers)}")
+            if min(numbers) > 1:
+                raise RuntimeError(f"lost: {life} begins with chunk {min(numbers)}")
+        for who, moments in self.moments.items():
+            expected = (0, 0)
+            for _, _, episode, step in sorted(moments):
+                if (episode, step) != expected:
+                    raise RuntimeError(
+                        f"lost: of stream {who} step {expected}, then {episode, step}"
+                    )
+                over = step + 1 == game_of(*who, episode).length
+                expected = (episode + 1, 0) if over else (episode, step + 1)
+
+
+def _map(run: TrainRun, name: str) -> Any:
+    links = Path(f"/proc/{run.process.pid}/fd")
+    for link in links.iterdir():
+        if f"memfd:{name}" in os.readlink(link):
+            with link.open("r+b") as file:
+                return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+    raise RuntimeError(f"the run holds no {name}")
+
+
+class Nemesis:
+    """Kills one role after the other; knows how long each has lived."""
+
+    def __init__(self, run: TrainRun, auditor: Auditor, seed: int) -> None:
+        self.run, self.auditor, self.host = run, auditor, auditor.host
+        self.rng = random.Random(seed)
+        self.short: Counter[str] = Counter()
+
+    def children(self) -> dict[str, psutil.Process]:
+        """The living roles by name, those too that have not yet begun."""
+        found = {}
+        for child in psutil.Process(self.run.process.pid).children():
+            with contextlib.suppress(psutil.Error, IndexError, ValueError):
+                line = child.cmdline()
+                title = line[0].removeprefix("zapex: ")
+                name = title if title in ROLES else json.loads(line[-1])["name"]
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    found[name] = child
+        return found
+
+    def kill(self) -> tuple[str, dict[str, float]]:
+        """Kill somebody at some time; who, and seconds until what was back."""
+        time.sleep(self.rng.uniform(0.0, 3.0))
+        children = self.wait(lambda: c if len(c := self.children()) == len(ROLES) else None, "all")
+        now = time.time()
+        ages = {name: now - child.create_time() for name, child in children.items()}
+        may = [name for name in ROLES if ages[name] > _SHORT_S or self.short[name] < 2]
+        kinds = sorted({one.split()[0] for one in may})
+        kind = self.rng.choice(kinds)
+        name = self.rng.choice([one for one in may if one.startswith(kind)])
+        self.short[name] = 0 if ages[name] > _SHORT_S else self.short[name] + 1
+        role = name.split()[0]
+        life = self.host.life(name)
+        block = self.run.blocks()[name]
+        answers = self.host.ring("answers")
+        batches = self.run.count("learner", "batches")
+        steps = self.run.count(name, "steps") if role == "actor" else 0.0
+        began = time.monotonic()
+        children[name].kill()
+        times: dict[str, float] = {"lived_s": ages[name]}
+        self.wait(lambda: self.host.life(name) != life, f"death of {name}")
+        times["seen_dead_s"] = time.monotonic() - began
+        if role == "actor":
+            self.wait(lambda: not self.auditor.granted(int(name.split()[1]), life), "slots back")
+            times["slots_back_s"] = time.monotonic() - began
+        self.wait(lambda: self.host.life(name) > life, f"next life of {name}")
+        times["started_s"] = time.monotonic() - began
+        if role == "replay":
+            answered = answers.tail
+            self.wait(lambda: answers.tail > answered, "sampling again")
+            times["sampling_s"] = time.monotonic() - began
+        elif role == "learner":
+            pid = self.children()[name].pid
+            self.wait(lambda: block.pid == pid, "learner's networks")
+            loaded = time.monotonic()
+            times["loaded_s"] = loaded - began
+            self.wait(lambda: self.run.count("learner", "batches") > batches, "learning again")
+            times["learning_s"] = time.monotonic() - began
+            times["learning_beside_loading_s"] = times["started_s"] + time.monotonic() - loaded
+        else:
+            self.wait(lambda: self.run.count(name, "steps") > steps, "playing again")
+            times["playing_s"] = time.monotonic() - began
+        return name, times
+
+    def wait(self, ready: Callable[[], Any], what: str) -> Any:
+        """What `ready` returns, as soon as it is true; RuntimeError after a minute."""
+        deadline = time.monotonic() + _STUCK_S
+        while not (found := ready()):
+            if time.monotonic() > deadline or self.run.process.poll() is not None:
+                raise RuntimeError(f"stuck: no {what} in {_STUCK_S:g} s\n{self.run.log[-4000:]}")
+            time.sleep(0.001)
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Kill, look, tell."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to this file")
+    options = parser.parse_args(argv)
+    times: dict[str, list[float]] = defaultdict(list)
+    killed: Counter[str] = Counter()
+    with TrainRun(environments.check(ENV), RUN.split(), {"PYTHONPATH": str(Path.cwd())}) as run:
+        run.wait_until(lambda: run.count("learner", "batches") > 0, START_S)
+        auditor = Auditor(run)
+        nemesis = Nemesis(run, auditor, options.seed)
+        for i in range(options.kills):
+            name, found = nemesis.kill()
+            killed[name.split()[0]] += 1
+            for what, seconds in found.items():
+                times[f"{name.split()[0]} {what}"].append(seconds)
+            there = auditor.look()
+            told = ", ".join(f"{what} {seconds:.2f}" for what, seconds in found.items())
+            print(f"{i + 1}: {name}: {told}; {there:,} transitions whole", flush=True)
+        batches = run.count("learner", "batches")
+        run.wait_until(lambda: run.count("learner", "batches") > batches + 50, _STUCK_S)
+        handed_over = sum(run.count(f"actor {i}", "chunks") for i in range(2))
+        nemesis.wait(
+            lambda: auditor.look() and len(auditor.seen) >= handed_over,
+            f"of {handed_over:.0f} chunks handed over all",
+        )
+        there = auditor.look()
+        torn = int(run.count("learner", "torn_rows"))
+        run.process.send_signal(signal.SIGINT)
+        code = run.process.wait(20)
+        log = run.log
+    deaths = log.count(" died after ")
+    if code or deaths != options.kills:
+        raise RuntimeError(f"exit code {code}, {deaths} deaths for {options.kills} kills\n{log}")
+    result = {
+        "kills": dict(killed),
+        "transitions": there,
+        "chunks": len(auditor.seen),
+        "lost": 0,
+        "torn_or_foreign": 0,
+        "doubled": 0,
+        "stuck": 0,
+        "rows_given_up_by_the_learner": torn,
+        "seconds": {
+            name: percentiles(values) | {"max": max(values)} for name, values in times.items()
+        },
+    }
+    print(json.dumps(result, indent=1))
+    if options.json:
+        add_json(options.json, "plane", "role_kills", result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
