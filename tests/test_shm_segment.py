@@ -231,7 +231,7 @@ def test_another_user_is_handed_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     server = DescriptorServer(path, lambda pid: pytest.fail("offered"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(str(path))
-        monkeypatch.setattr(shm_segment, "_peer_of", lambda connection: (1, os.getuid() + 1))
+        monkeypatch.setattr(shm_segment, "peer_of", lambda connection: (1, os.getuid() + 1))
         assert server.serve_once() == 0
         assert server.refused == 1
         assert stranger.recv(100) == b""

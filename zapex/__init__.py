@@ -13,11 +13,12 @@ from zapex.version import __version__
 
 if TYPE_CHECKING:
     from zapex.batch import Batch
+    from zapex.connections import connect
     from zapex.replay import PrioritizedReplay
     from zapex.schema import Column, Schema
     from zapex.writer import Writer
 
-__all__ = ["Batch", "Column", "PrioritizedReplay", "Schema", "Writer", "__version__"]
+__all__ = ["Batch", "Column", "PrioritizedReplay", "Schema", "Writer", "__version__", "connect"]
 
 _HOMES = {
     "Batch": "batch",
@@ -25,6 +26,7 @@ _HOMES = {
     "PrioritizedReplay": "replay",
     "Schema": "schema",
     "Writer": "writer",
+    "connect": "connections",
 }
 
 

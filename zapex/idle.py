@@ -95,6 +95,29 @@ class Waiter:
             _declare_kernel(self._words, self._index, 0)
         return True
 
+    def watch(self, fd: int) -> None:
+        """`sleep` ends when this descriptor becomes readable or is hung up, too."""
+        self._poll.register(fd, select.POLLIN)
+
+    def forget(self, fd: int) -> None:
+        """No more so."""
+        self._poll.unregister(fd)
+
+    def sleep(self, ready: Callable[[], object], timeout_s: float) -> list[int]:
+        """Sleep once, unless `ready()`, for at most MAX_SLEEP_S; watched descriptors that woke it.
+
+        With a timeout of 0 it only looks at these.
+        """
+        _declare_kernel(self._words, self._index, 1)
+        try:
+            timeout_s = 0.0 if ready() else max(0.0, min(timeout_s, MAX_SLEEP_S))
+            found = [fd for fd, _ in self._poll.poll(1000 * timeout_s)]
+        finally:
+            _declare_kernel(self._words, self._index, 0)
+        if self._fd in found:
+            self._drain()
+        return [fd for fd in found if fd != self._fd]
+
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a stale event: somebody else read it
             os.eventfd_read(self._fd)

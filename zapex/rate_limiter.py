@@ -104,6 +104,10 @@ class RateLimiter:
         """Charge a grant of `n` transitions. Raises ReplayError when it may not be made now."""
         if not self.can_insert(n):
             raise ReplayError(f"a grant of {n} before its time: {self.explain()}")
+        self.charge(n)
+
+    def charge(self, n: int) -> None:
+        """Count `n` transitions that are on their way, whoever else came in since they might."""
         self._outstanding += n
         if self._open:
             self._charged += n

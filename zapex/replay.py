@@ -3,28 +3,32 @@
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from zapex import arguments, snapshot
+from zapex import snapshot
 from zapex.batch import Batch
-from zapex.errors import CheckpointError, ConfigError, NotEnoughData, ReplayError, SchemaError
+from zapex.errors import CheckpointError, ConfigError, NotEnoughData, ReplayError
+from zapex.handle import Handle, check_main_guard
 from zapex.rate_limiter import LimiterConfig, RateLimiter
 from zapex.replay_core import Draw, Method, ReplayCore, ReplayLayout, importance_weights
+from zapex.replay_face import Extender, Normalise, ReplayFace, Rows
 from zapex.sampling import batch_kernel
-from zapex.schema import COUNT, BatchLayout, Schema
-from zapex.transitions import TransitionPacker
+from zapex.schema import COUNT, FREE, STATE, Schema
+from zapex.shm_segment import Segment, share_in_place
 from zapex.writer import Autoreset, Writer
+
+if TYPE_CHECKING:
+    from zapex.handle_server import HandleServer
 
 __all__ = ["Draw", "Method", "PrioritizedReplay", "ReplayLayout", "importance_weights"]
 
-Normalise = Literal["batch", "memory"]
-_METHODS, _NORMALISE = get_args(Method), get_args(Normalise)  # in the order of sampling.py
+_METHODS = get_args(Method)  # in the order of sampling.py
 
 
-class PrioritizedReplay(ReplayCore):
+class PrioritizedReplay(ReplayCore, ReplayFace):
     """Prioritized experience replay over chunks (Schaul et al. 2016; Horgan et al. 2018).
 
     capacity: transitions, or where they share no frames, frames' worth: `stats()` says what fits.
@@ -62,8 +66,11 @@ class PrioritizedReplay(ReplayCore):
         shard: int = 0,
         buffer: NDArray[np.uint8] | None = None,
     ) -> None:
+        self._segment: Segment | None = None
+        self._server: HandleServer | None = None
         layout = ReplayLayout(schema, capacity, streams, chunk)
-        super().__init__(layout, alpha, eps, seed, min_size_to_sample, shard, buffer)
+        ReplayCore.__init__(self, layout, alpha, eps, seed, min_size_to_sample, shard, buffer)
+        ReplayFace.__init__(self, schema)
         self.timeout_s = timeout_s
         self.samples_per_insert, self.tolerance = samples_per_insert, tolerance
         self._limiter: RateLimiter | None = None
@@ -80,9 +87,8 @@ class PrioritizedReplay(ReplayCore):
             )
             self._limiter = RateLimiter(limits, committed=len(self))
         self._changed = threading.Condition(self.lock)
-        self._batch_layouts: dict[tuple[int, bool], BatchLayout] = {}
         self._streams = 0  # whose chunks are open
-        self._packer: TransitionPacker | None = None
+        self._extender = Extender(self)
 
     # In: streams of steps, or whole transitions.
 
@@ -91,99 +97,17 @@ class PrioritizedReplay(ReplayCore):
         with self.lock:
             if num_envs < 1:
                 raise ConfigError(f"num_envs must be at least 1, got {num_envs}")
-            self._reserve_streams(num_envs)
+            self.reserve_streams(num_envs)
             return Writer(self, num_envs, autoreset)
 
-    def extend(
-        self,
-        *,
-        obs: Any,
-        action: ArrayLike,
-        reward: ArrayLike,
-        next_obs: Any,
-        terminated: ArrayLike | None = None,
-        truncated: ArrayLike | None = None,
-        discount: ArrayLike | None = None,
-        priorities: ArrayLike | None = None,
-        **extras: ArrayLike,
-    ) -> NDArray[np.int64]:
-        """Whole transitions, stored as they are; their keys (B,) int64.
-
-        obs, next_obs (B, ...); action, extras (B, ...): the schema's columns. reward (B,): the
-        n-step return, with next_obs the observation n_step steps later. discount (B,): what the
-        bootstrap is multiplied by; None is gamma ** n_step. Rows that are `terminated` (B,) do not
-        bootstrap; those `truncated` (B,) do, like all others, from next_obs. priorities (B,): TD
-        errors, their sign is ignored; None is the largest so far.
-
-        Frames that rows share are stored once where the rows lie in one chunk: give rows in the
-        order in which they were played. Raises SchemaError, InvalidPriority, and stores nothing.
-        """
-        schema = self.layout.schema
-        returns = np.asarray(reward)
-        rows = returns.size
-        numbers = np.empty((rows, 3), np.float32)
-        numbers[:, 0] = arguments.column(returns, arguments.FLOAT32, (rows,), "reward")
-        if terminated is None and discount is None:
-            raise SchemaError(
-                "extend needs terminated or discount: where does no bootstrap follow?"
-            )
-        numbers[:, 1] = schema.gamma**schema.n_step
-        if discount is not None:
-            numbers[:, 1] = arguments.column(discount, arguments.FLOAT32, (rows,), "discount")
-        if terminated is not None:
-            numbers[arguments.column(terminated, arguments.BOOL, (rows,), "terminated"), 1] = 0.0
-        if truncated is not None:
-            arguments.column(truncated, arguments.BOOL, (rows,), "truncated")
-        magnitudes = np.full(rows, -1.0)
-        if priorities is not None:
-            magnitudes = arguments.magnitudes(priorities, rows)
-        numbers[:, 2] = magnitudes
-        staged = np.empty(rows, schema.step_dtype)
-        arguments.stage(schema, action, extras, staged)
-        before = arguments.observations(schema, obs, rows, "obs")
-        after = arguments.observations(schema, next_obs, rows, "next_obs")
+    def _take(self, rows: Rows) -> NDArray[np.int64]:
         with self.lock:
-            return self._pack(before, after, staged, numbers, magnitudes)
-
-    def _pack(
-        self,
-        obs: dict[str, NDArray[Any]],
-        next_obs: dict[str, NDArray[Any]],
-        staged: NDArray[Any],
-        numbers: NDArray[np.float32],
-        magnitudes: NDArray[np.float64],
-    ) -> NDArray[np.int64]:
-        if self._packer is None:
-            packer = TransitionPacker(self.store)
-            self._reserve_streams(1)
-            self._packer = packer
-        packer = self._packer
-        rows = len(numbers)
-        self.admit(rows)
-        columns = packer.flat(obs, rows), packer.flat(next_obs, rows)
-        records = staged.view(np.uint8).reshape(rows, staged.dtype.itemsize)
-        indices, keys = np.empty(rows, np.int64), np.empty(rows, np.int64)
-        done = 0
-        while True:
-            first = done
-            done = packer.pack(first, *columns, records, numbers, indices)
-            # Before the next slot: its eviction may take these rows already.
-            keys[first:done] = self.store.keys_of(indices[first:done], self.shard)
-            self.grown(indices[first:done], magnitudes[first:done])
-            if done == rows:
-                return keys
-            self._close_packed()
-            packer.open(self.open_slot())
-
-    def _close_packed(self) -> None:
-        """The chunk that `extend` fills is full, or taken for full."""
-        if self._packer is not None and self._packer.slot is not None:
-            self.ledger.close(self._packer.slot)
-            self._packer.close()
+            return self._extender.extend(rows)
 
     # What writers call, with the lock held.
 
-    def _reserve_streams(self, streams: int) -> None:
+    def reserve_streams(self, streams: int) -> None:
+        """So many more streams will hold an open chunk each. Raises ConfigError."""
         wanted, chunk = self._streams + streams, self.layout.chunk
         if 2 * wanted * chunk > self.layout.capacity:
             raise ConfigError(
@@ -205,10 +129,17 @@ class PrioritizedReplay(ReplayCore):
 
     def open_slot(self) -> int:
         """A slot to fill; where none is free, the oldest chunk's."""
-        if not self.ledger.free:
-            self._evict_oldest()
-            self.ledger.release(0)
-        return self.ledger.open()
+        ledger = self.ledger
+        if not ledger.free:
+            self._evict_oldest(self.issued)
+            ledger.release(self.released())
+        if not ledger.free:  # a reader holds on to its answer: rows of this slot come back torn
+            ledger.release_oldest()
+        return ledger.open()
+
+    def give_back(self, slots: NDArray[np.int64]) -> None:
+        """Open slots without a row are free again."""
+        self.ledger.reclaim(slots.tolist())
 
     def grown(
         self,
@@ -223,7 +154,7 @@ class PrioritizedReplay(ReplayCore):
             self.ledger.live_transitions += count
             self.inserted += count
             if self._limiter is not None:
-                self._limiter.insert(count)
+                self._limiter.charge(count)
                 self._limiter.commit(count)
                 self._changed.notify_all()
         if closed is not None:
@@ -232,8 +163,8 @@ class PrioritizedReplay(ReplayCore):
         while (
             self.ledger.live_transitions > self.layout.capacity and self.ledger.oldest is not None
         ):
-            self._evict_oldest()
-            self.ledger.release(0)
+            self._evict_oldest(self.issued)
+            self.ledger.release(self.released())
 
     def _wait_until(self, ready: Callable[[], bool], error: type[ReplayError]) -> None:
         assert self._limiter is not None
@@ -247,20 +178,6 @@ class PrioritizedReplay(ReplayCore):
         with self.lock:
             enough = len(self) >= max(batch_size, self.min_size_to_sample)
             return enough and (self._limiter is None or self._limiter.can_sample(batch_size))
-
-    def empty_batch(
-        self, batch_size: int, layout: str = "channels_first", pin_memory: bool = False
-    ) -> Batch:
-        """Memory for `sample(out=...)`; pinned where a GPU will copy from it.
-
-        layout: "channels_last" stores stacked frames with the stack innermost; shapes are the same.
-        """
-        if layout not in ("channels_first", "channels_last"):
-            raise ConfigError(f'layout must be "channels_first" or "channels_last", got "{layout}"')
-        wanted = batch_size, layout == "channels_last"
-        if wanted not in self._batch_layouts:
-            self._batch_layouts[wanted] = BatchLayout(self.layout.schema, *wanted)
-        return Batch.empty(self._batch_layouts[wanted], pin_memory)
 
     def sample(
         self,
@@ -278,33 +195,54 @@ class PrioritizedReplay(ReplayCore):
 
         Raises NotEnoughData below `min_size_to_sample` or where there are less than `batch_size`.
         """
-        batch = self.empty_batch(batch_size) if out is None else out
-        if out is not None and (
-            out.layout.batch_size != batch_size or out.layout.schema is not self.layout.schema
-        ):
-            self._check_out(out, batch_size)
-        if method not in _METHODS or normalise not in _NORMALISE:
-            raise ConfigError(
-                f"method must be one of {_METHODS} and normalise one of {_NORMALISE}, "
-                f"got {method!r} and {normalise!r}"
-            )
+        batch = self._batch_for(out, batch_size, method, normalise, _METHODS)
         with self.lock:
+            self.catch_up()
             limiter = self._limiter
             if limiter is not None:
                 self._wait_until(lambda: limiter.can_sample(batch_size), NotEnoughData)
             self._demand(max(self.min_size_to_sample, batch_size))
             self._fill(batch, method, beta, normalise)
-            self.sampled += batch_size
-            if limiter is not None:
-                limiter.sample(batch_size)
-                self._changed.notify_all()
+            self._count_sampled(batch_size)
         return batch
 
-    def _check_out(self, out: Batch, batch_size: int) -> None:
-        if out.layout.batch_size != batch_size:
-            raise ConfigError(f"out has {out.layout.batch_size} rows, not {batch_size}")
-        if out.layout.schema != self.layout.schema:
-            raise SchemaError("out is of another schema: make it with empty_batch of this replay")
+    # What the server of a handle calls, with the lock held.
+
+    def insert_waits(self, rows: int) -> str:
+        """Why the limiter does not let so many transitions in now; "": it does."""
+        limiter = self._limiter
+        return "" if limiter is None or limiter.can_insert(rows) else limiter.explain()
+
+    def sample_waits(self, batch_size: int) -> str:
+        """Why the limiter does not let so many be drawn now; "": it does."""
+        limiter = self._limiter
+        return "" if limiter is None or limiter.can_sample(batch_size) else limiter.explain()
+
+    def issue(
+        self, batch_size: int, method: Method, by_memory: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
+        """Draw for a reader that gathers by itself: keys, probabilities, smallest probability.
+
+        The last is of the memory where asked for, else 0. Slots of these keys that are evicted from
+        now on wait in quarantine until `released()` counts this answer. Raises NotEnoughData.
+        """
+        self._demand(max(self.min_size_to_sample, batch_size))
+        before = self.rng.bit_generator.state
+        try:
+            indices, probabilities = self.tree.sample(batch_size, self.rng, method)
+        except NotEnoughData:
+            self.rng.bit_generator.state = before
+            raise
+        self._count_sampled(batch_size)
+        self.issued += 1
+        smallest = self.tree.min_positive / self.tree.total if by_memory else 0.0
+        return self.store.keys_of(indices, self.shard), probabilities, smallest
+
+    def _count_sampled(self, batch_size: int) -> None:
+        self.sampled += batch_size
+        if self._limiter is not None:
+            self._limiter.sample(batch_size)
+            self._changed.notify_all()
 
     def _fill(self, batch: Batch, method: Method, beta: float, normalise: Normalise) -> None:
         store, tree = self.store, self.tree
@@ -325,6 +263,56 @@ class PrioritizedReplay(ReplayCore):
                 f"{rows} different transitions were asked for, only {drawn} have a priority > 0"
             )
 
+    # To other processes.
+
+    def catch_up(self) -> None:
+        """Take in what clients have committed, with the lock held."""
+        if self._server is not None:
+            self._server.take_in()
+
+    def __len__(self) -> int:
+        if self._server is not None:
+            with self.lock:
+                self.catch_up()
+        return super().__len__()
+
+    @property
+    def handle(self) -> Handle:
+        """What other processes of this host need for `zapex.connect`: send it to them.
+
+        From the first time on, the memory is shared (once for all: what is in it is copied) and a
+        thread of this process serves clients, until `close`. Raises SharedMemoryError where there
+        is too little memory, ConfigError under `buffer`, or where a new process imports the script.
+        """
+        check_main_guard()
+        with self.lock:
+            if self._server is None or not self._server.serves:
+                if self._segment is None:
+                    self._segment = self._share()
+                from zapex.handle_server import HandleServer
+
+                self._server = HandleServer(self, self._segment)
+            return self._server.handle
+
+    def _share(self) -> Segment:
+        if not self._owns_memory:
+            raise ConfigError(
+                "a handle needs memory of the replay's own: make the replay without buffer="
+            )
+        store, rows = self.store, self.store.header_rows
+        bodies = store.bodies_offset
+        used = [(0, bodies), (self.layout.tree_offset, self.layout.nbytes)]
+        for slot in np.flatnonzero(rows[:, STATE] != FREE).tolist():
+            used.append((store.body(slot), store.body(slot + 1)))
+        return share_in_place(self.memory, used)
+
+    def close(self) -> None:
+        """Serve other processes no more; their next calls raise PeerDied. The rest goes on."""
+        with self.lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
     # To disk and back.
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -334,7 +322,8 @@ class PrioritizedReplay(ReplayCore):
         Steps that wait for their n-step return are not in it. Raises CheckpointError.
         """
         with self.lock:
-            self._close_packed()  # as a restore has it: what comes next goes the same way
+            self.catch_up()
+            self._extender.close()  # as a restore has it: what comes next goes the same way
         snapshot.save(self, path)
 
     @classmethod
@@ -374,7 +363,7 @@ class PrioritizedReplay(ReplayCore):
         those to come share frames like those that are there; bytes: of the memory.
         """
         with self.lock:
-            ledger, size = self.ledger, len(self)
+            size, ledger = len(self), self.ledger
             counts = ledger.counts
             open_rows = 0
             if counts["granted"]:

@@ -1,6 +1,7 @@
 """Slots, priorities and keys in one memory: a replay without the calls of its users."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -8,11 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zapex.arguments import FLOAT64, INT64, column
-from zapex.batch import aligned_zeros
 from zapex.chunk_store import ChunkStore, chunk_length, slots_needed
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
 from zapex.sampling import REFUSED, prioritise_kernel, reprioritise_kernel
 from zapex.schema import COMMITTED, COUNT, MAX_CHUNK, ChunkLayout, Schema, align
+from zapex.shm_segment import private_bytes
 from zapex.slot_ledger import SlotLedger
 from zapex.sumtree_numba import SumTree
 
@@ -133,7 +134,9 @@ class ReplayCore:
                 f"got {min_size_to_sample}"
             )
         self.layout = layout
-        memory = aligned_zeros(layout.nbytes) if buffer is None else buffer
+        self._owns_memory = buffer is None
+        memory = private_bytes(layout.nbytes) if buffer is None else buffer
+        self.memory = memory
         self.store = ChunkStore(memory, layout.chunk_layout, layout.slots)
         tree_buffer = memory[layout.tree_offset : layout.nbytes]
         self.tree = SumTree.attach(self.store.num_indices, tree_buffer.data)
@@ -142,6 +145,9 @@ class ReplayCore:
         self.min_size_to_sample = min_size_to_sample
         self.rng = np.random.default_rng(seed)
         self.inserted = self.sampled = self.updates_applied = self.updates_stale = 0
+        # Answers given to readers that gather by themselves, and those of them that are gathered.
+        self.issued = 0
+        self.released: Callable[[], int] = lambda: 0
         self.lock = threading.RLock()
         self.saving = threading.Lock()
         self.saved: SavedChunks | None = None
@@ -174,6 +180,9 @@ class ReplayCore:
 
     def __len__(self) -> int:
         return self.ledger.live_transitions
+
+    def catch_up(self) -> None:
+        """Take in what other processes have told us, with the lock held."""
 
     def accept(self, slot: int) -> int:
         """A committed slot becomes live: its transitions can be drawn. Returns their number."""
@@ -244,6 +253,7 @@ class ReplayCore:
         keys = column(keys, INT64, (keys.size,), "keys")
         given = column(priorities, FLOAT64, keys.shape, "priorities")
         with self.lock:
+            self.catch_up()
             applied, stale, largest = reprioritise_kernel(
                 keys, given, self.alpha, self.eps, self.shard, self.layout.chunk,
                 self.store.headers, self.tree._nodes, self.tree._offsets, self.tree.capacity,

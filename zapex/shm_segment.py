@@ -6,6 +6,7 @@ resizing. Children inherit the descriptor; foreign processes are handed it over 
 Imports no Numba: the parent of a run uses this file.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,7 +17,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ _MADV_POPULATE_WRITE = 23
 _MAX_DESCRIPTORS = 253  # SCM_MAX_FD
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, releases the GIL
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FIXED = 0x10  # on every architecture that Python runs on under Linux
 
 
 def view_bytes(buffer: Any, required_bytes: int, what: str) -> Bytes:
@@ -64,6 +70,40 @@ def map_ahead(memory: Bytes) -> None:
     start = memory.ctypes.data
     first = start - start % mmap.PAGESIZE
     _libc.madvise(first, start + memory.nbytes - first, _MADV_POPULATE_READ)
+
+
+def private_bytes(size_bytes: int) -> Bytes:
+    """Zeroed memory of this process alone, in huge pages where there are; see `share_in_place`."""
+    try:
+        mapping = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot reserve {size_bytes} bytes ({error.strerror}); see ulimit -v"
+        ) from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def share_in_place(memory: Bytes, used: Iterable[tuple[int, int]]) -> "Segment":
+    """Turn memory of `private_bytes` into a segment, at the same addresses.
+
+    used: (start, stop) of the bytes that matter; the rest becomes zeros. Every array over `memory`
+    stays good. Nobody may write to it meanwhile. Raises SharedMemoryError, nothing changed then.
+    """
+    segment = Segment.create("zapex replay", memory.nbytes)
+    for start, stop in used:
+        segment.buffer[start:stop] = memory[start:stop]
+    # Over the old pages, which go; the mmap object that owns the range unmaps the new ones.
+    address = _libc.mmap(
+        memory.ctypes.data, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED, segment.fd, 0,
+    )  # fmt: skip
+    if address != memory.ctypes.data:
+        code = ctypes.get_errno()
+        segment.close()
+        raise SharedMemoryError(code, f"cannot map the segment in place: {os.strerror(code)}")
+    return segment
 
 
 class Segment:
@@ -213,7 +253,7 @@ class Populator(threading.Thread):
             self.join(timeout_s)
 
 
-def _peer_of(connection: socket.socket) -> tuple[int, int]:
+def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end of a Unix socket, as the kernel says."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -234,6 +274,46 @@ def _check_private(directory: Path) -> None:
 
 # What a process is handed: facts (JSON), and descriptors by name.
 Offer = tuple[Mapping[str, Any], Mapping[str, int]]
+
+
+def send_offer(connection: socket.socket, offer: Offer) -> bool:
+    """Hand an offer over, never waiting; False where the peer does not listen.
+
+    Raises SharedMemoryError for too many descriptors.
+    """
+    facts, descriptors = offer
+    if len(descriptors) > _MAX_DESCRIPTORS:
+        raise SharedMemoryError(
+            f"at most {_MAX_DESCRIPTORS} descriptors fit a message, got {len(descriptors)}"
+        )
+    message = json.dumps({"facts": facts, "names": list(descriptors)}).encode()
+    try:
+        socket.send_fds(connection, [message], list(descriptors.values()))
+    except OSError:  # it went away, or its buffer is full already: not an honest peer
+        return False
+    return True
+
+
+def receive_offer(connection: socket.socket, name: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """(facts, descriptors by name) that the server `name` sends; the descriptors are the caller's.
+
+    Raises TimeoutError, PeerDied where it hung up, SharedMemoryError where it is another user's.
+    """
+    if peer_of(connection)[1] != os.getuid():
+        raise SharedMemoryError(f"the socket {name} is served by another user")
+    message, fds, _, _ = socket.recv_fds(
+        connection, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        answer = json.loads(message)
+        names = answer["names"]
+        if len(names) != len(fds):
+            raise ValueError(f"{len(names)} names, {len(fds)} descriptors")
+    except (ValueError, KeyError, TypeError) as error:
+        for fd in fds:
+            os.close(fd)
+        raise PeerDied(f"the owner of {name} hung up without a whole answer: {error}") from error
+    return answer["facts"], dict(zip(names, fds, strict=True))
 
 
 class DescriptorServer:
@@ -271,19 +351,11 @@ class DescriptorServer:
             return 0
         with connection:
             connection.setblocking(False)
-            pid, uid = _peer_of(connection)
+            pid, uid = peer_of(connection)
             if uid != os.getuid():
                 self.refused += 1
                 return 0
-            facts, descriptors = self._offer(pid)
-            if len(descriptors) > _MAX_DESCRIPTORS:
-                raise SharedMemoryError(
-                    f"at most {_MAX_DESCRIPTORS} descriptors fit a message, got {len(descriptors)}"
-                )
-            message = json.dumps({"facts": facts, "names": list(descriptors)}).encode()
-            try:
-                socket.send_fds(connection, [message], list(descriptors.values()))
-            except OSError:  # it went away, or its buffer is full already: not an honest peer
+            if not send_offer(connection, self._offer(pid)):
                 self.refused += 1
                 return 0
         return 1
@@ -304,22 +376,8 @@ def receive_descriptors(path: Path, timeout_s: float) -> tuple[dict[str, Any], d
         connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
-            if _peer_of(connection)[1] != os.getuid():
-                raise SharedMemoryError(f"the socket {path} is served by another user")
-            message, fds, _, _ = socket.recv_fds(
-                connection, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            return receive_offer(connection, str(path))
         except TimeoutError as error:
             raise PeerTimeout(f"the owner of {path} did not answer in {timeout_s} s") from error
         except (ConnectionError, FileNotFoundError) as error:
             raise PeerDied(f"nobody serves {path}: {error}") from error
-    try:
-        answer = json.loads(message)
-        names = answer["names"]
-        if len(names) != len(fds):
-            raise ValueError(f"{len(names)} names, {len(fds)} descriptors")
-    except (ValueError, KeyError, TypeError) as error:
-        for fd in fds:
-            os.close(fd)
-        raise PeerDied(f"the owner of {path} hung up without a whole answer: {error}") from error
-    return answer["facts"], dict(zip(names, fds, strict=True))

@@ -69,6 +69,8 @@ class SlotLedger:
         self.on_evict: Callable[[int], None] | None = (
             None  # called before a slot's bytes may change
         )
+        # Slots that other processes fill: how many rows they said are whole; -1: none such.
+        self.announced = np.full(store.slots, -1, np.int64)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -162,11 +164,15 @@ class SlotLedger:
         """Free what was evicted before answer number `released` was issued; how many."""
         freed = 0
         while self._quarantine and self._quarantine[0][0] <= released:
-            _, slot = self._quarantine.popleft()
-            set_state_kernel(self.store.headers, slot, FREE)
-            self._free.append(slot)
+            self.release_oldest()
             freed += 1
         return freed
+
+    def release_oldest(self) -> None:
+        """Free the slot that has been in quarantine for longest, whoever may still read it."""
+        _, slot = self._quarantine.popleft()
+        set_state_kernel(self.store.headers, slot, FREE)
+        self._free.append(slot)
 
     def reclaim(self, slots: Iterable[int]) -> int:
         """Slots that nobody will fill become free, those of an actor that is gone; how many."""

@@ -86,6 +86,8 @@ class _Instant:
         ledger, store = replay.ledger, replay.store
         self.store = store
         self.headers = store.header_rows.copy()
+        elsewhere = ledger.announced >= 0  # filled by other processes; the header may be ahead
+        self.headers[elsewhere, COUNT] = ledger.announced[elsewhere]
         self.leaves = replay.tree.leaves.copy()
         # The oldest first; chunks that are still open are the youngest.
         live = ledger.live

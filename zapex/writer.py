@@ -1,4 +1,4 @@
-"""Steps of vectorised environments into a replay of the same process."""
+"""Steps of vectorised environments into a replay, of this process or of another one."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -13,7 +13,7 @@ from zapex.nstep import CUT, END, ChunkBuilder
 from zapex.schema import LIVE
 
 if TYPE_CHECKING:
-    from zapex.replay import PrioritizedReplay
+    from zapex.replay_face import Home
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 
@@ -55,7 +55,7 @@ class Writer:
     "disabled" leaves it to you (then call `reset(obs, mask)`).
     """
 
-    def __init__(self, replay: "PrioritizedReplay", num_envs: int, autoreset: Autoreset) -> None:
+    def __init__(self, replay: "Home", num_envs: int, autoreset: Autoreset) -> None:
         if autoreset not in get_args(Autoreset):
             raise ConfigError(f"autoreset must be one of {get_args(Autoreset)}, got {autoreset!r}")
         self.num_envs, self.autoreset = num_envs, autoreset
@@ -154,7 +154,7 @@ class Writer:
         with self._replay.lock:
             if not self._closed:
                 self.flush()
-                self._replay.ledger.reclaim(self._builder.held.tolist())
+                self._replay.give_back(self._builder.held)
                 self._replay.release_streams(self.num_envs)
                 self._closed = True
 

@@ -1,0 +1,210 @@
+"""The calls that a replay has for its users, wherever it lies: what they pass in, checked.
+
+PrioritizedReplay   the memory is this process's own
+HandleClient        another process's of this host
+UrlClient           another host's
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zapex import arguments
+from zapex.batch import Batch
+from zapex.errors import ConfigError, SchemaError
+from zapex.schema import BatchLayout, Schema
+from zapex.transitions import TransitionPacker
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from zapex.chunk_store import ChunkStore
+    from zapex.replay_core import ReplayLayout
+
+Normalise = Literal["batch", "memory"]
+_NORMALISE = get_args(Normalise)
+
+
+class Home(Protocol):
+    """Whose slots a writer fills; `lock` is held around all but `lock` itself."""
+
+    layout: "ReplayLayout"
+    store: "ChunkStore"
+    shard: int
+
+    @property
+    def lock(self) -> "AbstractContextManager[Any]":
+        """Held by whoever calls the rest."""
+
+    def reserve_streams(self, streams: int) -> None:
+        """So many more streams will hold a slot each. Raises ConfigError."""
+
+    def release_streams(self, streams: int) -> None:
+        """Streams that will open no more chunks."""
+
+    def admit(self, rows: int) -> None:
+        """Wait until so many transitions may come in. Raises ReplayError past the deadline."""
+
+    def open_slot(self) -> int:
+        """A slot to fill."""
+
+    def grown(
+        self,
+        indices: NDArray[np.int64],
+        magnitudes: NDArray[np.float64],
+        closed: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Rows (R,) of open slots are whole, with |priorities| (-1: none); `closed` are full."""
+
+    def give_back(self, slots: NDArray[np.int64]) -> None:
+        """Open slots without a row."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whole transitions, checked: B rows by the schema's column names.
+
+    staged (B,): records of the step columns. numbers (B, 3) float32: reward, discount, |priority|.
+    magnitudes (B,) float64: |priority|, -1 where none is given.
+    """
+
+    obs: dict[str, NDArray[Any]]
+    next_obs: dict[str, NDArray[Any]]
+    staged: NDArray[Any]
+    numbers: NDArray[np.float32]
+    magnitudes: NDArray[np.float64]
+
+
+class ReplayFace:
+    """What does not depend on where the replay lies."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._batch_layouts: dict[tuple[int, bool], BatchLayout] = {}
+
+    def extend(
+        self,
+        *,
+        obs: Any,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: Any,
+        terminated: ArrayLike | None = None,
+        truncated: ArrayLike | None = None,
+        discount: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
+        **extras: ArrayLike,
+    ) -> NDArray[np.int64]:
+        """Whole transitions, stored as they are; their keys (B,) int64.
+
+        obs, next_obs (B, ...); action, extras (B, ...): the schema's columns. reward (B,): the
+        n-step return, with next_obs the observation n_step steps later. discount (B,): what the
+        bootstrap is multiplied by; None is gamma ** n_step. Rows that are `terminated` (B,) do not
+        bootstrap; those `truncated` (B,) do, like all others, from next_obs. priorities (B,): TD
+        errors, their sign is ignored; None is the largest so far.
+
+        Frames that rows share are stored once where the rows lie in one chunk: give rows in the
+        order in which they were played. Raises SchemaError, InvalidPriority, and stores nothing.
+        """
+        schema = self.schema
+        returns = np.asarray(reward)
+        rows = returns.size
+        numbers = np.empty((rows, 3), np.float32)
+        numbers[:, 0] = arguments.column(returns, arguments.FLOAT32, (rows,), "reward")
+        if terminated is None and discount is None:
+            raise SchemaError(
+                "extend needs terminated or discount: where does no bootstrap follow?"
+            )
+        numbers[:, 1] = schema.gamma**schema.n_step
+        if discount is not None:
+            numbers[:, 1] = arguments.column(discount, arguments.FLOAT32, (rows,), "discount")
+        if terminated is not None:
+            numbers[arguments.column(terminated, arguments.BOOL, (rows,), "terminated"), 1] = 0.0
+        if truncated is not None:
+            arguments.column(truncated, arguments.BOOL, (rows,), "truncated")
+        magnitudes = np.full(rows, -1.0)
+        if priorities is not None:
+            magnitudes = arguments.magnitudes(priorities, rows)
+        numbers[:, 2] = magnitudes
+        staged = np.empty(rows, schema.step_dtype)
+        arguments.stage(schema, action, extras, staged)
+        before = arguments.observations(schema, obs, rows, "obs")
+        after = arguments.observations(schema, next_obs, rows, "next_obs")
+        return self._take(Rows(before, after, staged, numbers, magnitudes))
+
+    def _take(self, rows: Rows) -> NDArray[np.int64]:
+        """Store them; their keys (B,)."""
+        raise NotImplementedError
+
+    def empty_batch(
+        self, batch_size: int, layout: str = "channels_first", pin_memory: bool = False
+    ) -> Batch:
+        """Memory for `sample(out=...)`; pinned where a GPU will copy from it.
+
+        layout: "channels_last" stores stacked frames with the stack innermost; shapes are the same.
+        """
+        if layout not in ("channels_first", "channels_last"):
+            raise ConfigError(f'layout must be "channels_first" or "channels_last", got "{layout}"')
+        wanted = batch_size, layout == "channels_last"
+        if wanted not in self._batch_layouts:
+            self._batch_layouts[wanted] = BatchLayout(self.schema, *wanted)
+        return Batch.empty(self._batch_layouts[wanted], pin_memory)
+
+    def _batch_for(
+        self, out: Batch | None, batch_size: int, method: str, normalise: str, methods: Any
+    ) -> Batch:
+        """`out`, or a new one, for so many rows; and what else `sample` is asked for, checked."""
+        if method not in methods or normalise not in _NORMALISE:
+            raise ConfigError(
+                f"method must be one of {methods} and normalise one of {_NORMALISE}, "
+                f"got {method!r} and {normalise!r}"
+            )
+        if out is None:
+            return self.empty_batch(batch_size)
+        if out.layout.batch_size != batch_size:
+            raise ConfigError(f"out has {out.layout.batch_size} rows, not {batch_size}")
+        if out.layout.schema is not self.schema and out.layout.schema != self.schema:
+            raise SchemaError("out is of another schema: make it with empty_batch of this replay")
+        return out
+
+
+class Extender:
+    """Whole transitions into the slots of a home, one open slot after the other."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._packer: TransitionPacker | None = None
+
+    def extend(self, rows: Rows) -> NDArray[np.int64]:
+        """Store them, the home's lock held; their keys (B,)."""
+        home = self._home
+        if self._packer is None:
+            packer = TransitionPacker(home.store)
+            home.reserve_streams(1)
+            self._packer = packer
+        packer = self._packer
+        count = len(rows.numbers)
+        home.admit(count)
+        columns = packer.flat(rows.obs, count), packer.flat(rows.next_obs, count)
+        records = rows.staged.view(np.uint8).reshape(count, rows.staged.dtype.itemsize)
+        indices, keys = np.empty(count, np.int64), np.empty(count, np.int64)
+        done = 0
+        while True:
+            first = done
+            done = packer.pack(first, *columns, records, rows.numbers, indices)
+            # Before the next slot: its eviction may take these rows already.
+            keys[first:done] = home.store.keys_of(indices[first:done], home.shard)
+            home.grown(indices[first:done], rows.magnitudes[first:done])
+            if done == count:
+                return keys
+            self.close()
+            packer.open(home.open_slot())
+
+    def close(self) -> None:
+        """The chunk that is open is full, or taken for full."""
+        if self._packer is not None and self._packer.slot is not None:
+            none = np.empty(0, np.int64)
+            self._home.grown(none, np.empty(0), np.array([self._packer.slot]))
+            self._packer.close()
