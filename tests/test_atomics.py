@@ -173,14 +173,52 @@ def _copy_kernel(target: Any, target_offset: int, source: Any, source_offset: in
     atomics.copy_bytes(target, target_offset, source, source_offset, n)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 100, 7056])
-def test_copy_bytes_copies_these_bytes_and_no_other(n: int) -> None:
+@kernel
+def _stream_kernel(
+    target: Any, target_offset: int, source: Any, source_offset: int, n: int
+) -> None:
+    atomics.stream_bytes(target, target_offset, source, source_offset, n)
+
+
+@pytest.mark.parametrize("copy", [_copy_kernel, _stream_kernel])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 100, 127, 128, 129, 191, 192, 255, 7056])
+def test_copies_are_of_these_bytes_and_no_other(copy: Callable[..., Any], n: int) -> None:
     source = np.random.default_rng(n).integers(1, 255, 8000).astype(np.uint8)
-    target = np.zeros(8000, np.uint8)
-    _copy_kernel(target, 3, source, 11, n)
-    expected = np.zeros(8000, np.uint8)
-    expected[3 : 3 + n] = source[11 : 11 + n]
-    np.testing.assert_array_equal(target, expected)
+    for from_line in (0, 3, 64):
+        target = np.zeros(8000, np.uint8)
+        place = from_line + 64 - target.ctypes.data % 64
+        copy(target, place, source, 11, n)
+        expected = np.zeros(8000, np.uint8)
+        expected[place : place + n] = source[11 : 11 + n]
+        np.testing.assert_array_equal(target, expected)
+
+
+def test_hints_to_the_memory_are_in_the_code() -> None:
+    for copy, hint in ((_stream_kernel, "!nontemporal"), (_compare_kernel, "@llvm.prefetch")):
+        compiled = numba.njit(copy.py_func)
+        data = np.zeros(2000, np.uint8)
+        compiled(data[:1000], 0, data[1000:], 0, 200)
+        assert hint in compiled.inspect_llvm(compiled.signatures[0])
+
+
+@kernel
+def _compare_kernel(a: Any, a_offset: int, b: Any, b_offset: int, n: int) -> int:
+    atomics.prefetch(a, a_offset + 1_000_000)
+    return atomics.compare_bytes(a, a_offset, b, b_offset, n)
+
+
+def test_compare_bytes_finds_one_byte_that_differs_and_looks_at_no_other() -> None:
+    a = np.random.default_rng(0).integers(0, 255, 300).astype(np.uint8)
+    b = np.concatenate([np.zeros(5, np.uint8), a])
+    assert _compare_kernel(a, 10, b, 15, 200) == 0
+    b[15 + 200] ^= 1
+    b[14] ^= 1
+    assert _compare_kernel(a, 10, b, 15, 200) == 0
+    assert _compare_kernel(a, 10, b, 15, 0) == 0
+    for place in (0, 63, 64, 199):
+        c = b.copy()
+        c[15 + place] ^= 1
+        assert _compare_kernel(a, 10, c, 15, 200) != 0
 
 
 @pytest.mark.parametrize(
@@ -201,9 +239,11 @@ def test_a_float_index_does_not_compile() -> None:
 def test_without_jit_the_operations_mean_the_same() -> None:
     code = (
         "from tests.test_atomics import *\n"
-        "from tests.test_atomics import _arithmetic_kernel, _copy_kernel\n"
+        "from tests.test_atomics import _arithmetic_kernel, _copy_kernel, _stream_kernel\n"
         "test_operations_return_what_was_there_before()\n"
-        "test_copy_bytes_copies_these_bytes_and_no_other(100)\n"
+        "test_copies_are_of_these_bytes_and_no_other(_copy_kernel, 100)\n"
+        "test_copies_are_of_these_bytes_and_no_other(_stream_kernel, 200)\n"
+        "test_compare_bytes_finds_one_byte_that_differs_and_looks_at_no_other()\n"
     )
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Atomic loads, stores and fences on int64 words, and memcpy: LLVM IR that Numba does not emit.
+"""Atomics on int64 words; bytes copied, compared, prefetched: LLVM IR that Numba does not emit.
 
 Callable inside kernels. `words` is an aligned one-dimensional C-contiguous int64 array, usually
 over shared memory; an index is not checked. A relaxed access is whole but orders nothing.
@@ -25,6 +25,7 @@ Words = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _WORD_BYTES = 8
+_LINE_BYTES = 64
 
 
 def _argument_type(function: str, parameter: inspect.Parameter, given: types.Type) -> types.Type:
@@ -159,3 +160,72 @@ def copy_bytes(
 ) -> None:
     """Copy n bytes as memcpy does; the two places must not overlap; n must not be negative."""
     target[target_offset : target_offset + n] = source[source_offset : source_offset + n]
+
+
+def _emit_streaming_copy(builder: Any, target: Any, source: Any, n: Any) -> None:
+    word = n.type
+    line = ir.VectorType(ir.IntType(8), _LINE_BYTES)
+
+    def number(value: int) -> Any:
+        return ir.Constant(word, value)
+
+    def place(base: Any, at: Any) -> Any:
+        return builder.gep(base, [at])
+
+    long = builder.icmp_signed(">=", n, number(2 * _LINE_BYTES))
+    with builder.if_else(long) as (then, otherwise):
+        with then:
+            # Whole lines of the target in the loop, each written once: a line that is in the
+            # caches, because something else wrote to it just before, would have to leave them.
+            first = builder.and_(builder.neg(builder.ptrtoint(target, word)), number(63))
+            lines = builder.and_(builder.sub(n, first), number(-_LINE_BYTES))
+            end = builder.add(first, lines)
+            _emit_memcpy(builder, target, source, first)
+            with cgutils.for_range_slice(builder, first, end, number(_LINE_BYTES)) as (at, _):
+                loaded = builder.load(builder.bitcast(place(source, at), line.as_pointer()))
+                loaded.align = 1
+                store = builder.store(loaded, builder.bitcast(place(target, at), line.as_pointer()))
+                store.align = _LINE_BYTES
+                store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            _emit_memcpy(builder, place(target, end), place(source, end), builder.sub(n, end))
+        with otherwise:
+            _emit_memcpy(builder, target, source, n)
+
+
+@_lowered(_emit_streaming_copy)
+def stream_bytes(
+    target: Bytes, target_offset: int, source: Bytes, source_offset: int, n: int
+) -> None:
+    """`copy_bytes` past the caches: what is written does not push out what is in them.
+
+    Other threads may see it late: `fence_full` comes before whatever tells them that it is there.
+    """
+    target[target_offset : target_offset + n] = source[source_offset : source_offset + n]
+
+
+def _emit_memcmp(builder: Any, a: Any, b: Any, n: Any) -> Any:
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.IntType(32), [byte, byte, n.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
+    operands = [builder.bitcast(a, byte), builder.bitcast(b, byte), n]
+    return builder.sext(builder.call(function, operands), ir.IntType(64))
+
+
+@_lowered(_emit_memcmp)
+def compare_bytes(a: Bytes, a_offset: int, b: Bytes, b_offset: int, n: int) -> int:
+    """0 where the n bytes are the same, as memcmp says it; n must not be negative."""
+    return int(a[a_offset : a_offset + n].tobytes() != b[b_offset : b_offset + n].tobytes())
+
+
+def _emit_prefetch(builder: Any, address: Any) -> None:
+    byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    for_reading, keep, data = 0, 3, 1
+    flags = [ir.Constant(flag, value) for value in (for_reading, keep, data)]
+    builder.call(function, [builder.bitcast(address, byte), *flags])
+
+
+@_lowered(_emit_prefetch)
+def prefetch(data: Bytes, i: int) -> None:
+    """data[i] will be read soon. A hint: any i is allowed, and nothing changes."""

@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.atomics import copy_bytes, fence_acquire, load_acquire, store_release
+from zapex.atomics import (
+    copy_bytes,
+    fence_acquire,
+    fence_full,
+    load_acquire,
+    prefetch,
+    store_release,
+    stream_bytes,
+)
 from zapex.errors import ConfigError, SharedMemoryError
 from zapex.jit import kernel
 from zapex.schema import (
@@ -54,6 +62,8 @@ GatherArguments = tuple[Any, Any, Any, int, int, int, int, int, Any, Any, Any]
 OFFSET_BITS, SLOT_BITS, GENERATION_BITS, SHARD_BITS = 8, 19, 28, 8
 MAX_SLOTS = 1 << SLOT_BITS
 NO_KEY = -1
+_STREAMED_BYTES = 4 << 20  # a batch from which on its reader would not find it in a cache anyway
+_BYTES_AHEAD = 1024  # of the next row's first frame, on their way while a row is copied
 GENERATION_MASK = (1 << GENERATION_BITS) - 1
 _SLOT_SHIFT = OFFSET_BITS
 _GENERATION_SHIFT = OFFSET_BITS + SLOT_BITS
@@ -108,22 +118,46 @@ def _interleave4(target: Any, a: Any, b: Any, c: Any, d: Any) -> None:
 
 
 @kernel
-def _gather_innermost(mem: Any, frames: Any, at: Any, size: int, stack: int, item: int, zeros: Any,
+def _gather_innermost(mem: Any, base: int, at: Any, size: int, stack: int, item: int, zeros: Any,
                       batch: Any, target: int) -> None:  # fmt: skip
-    """One stacked observation with the stack innermost."""
+    """One stacked observation with the stack innermost; `at` (stack,): its frames' numbers."""
     if stack == 4 and item == 1:
-        f0 = zeros[:size] if at[0] == NO_FRAME else mem[frames + at[0] * size :][:size]
-        f1 = zeros[:size] if at[1] == NO_FRAME else mem[frames + at[1] * size :][:size]
-        f2 = zeros[:size] if at[2] == NO_FRAME else mem[frames + at[2] * size :][:size]
-        f3 = zeros[:size] if at[3] == NO_FRAME else mem[frames + at[3] * size :][:size]
+        f0 = zeros[:size] if at[0] == NO_FRAME else mem[base + at[0] * size :][:size]
+        f1 = zeros[:size] if at[1] == NO_FRAME else mem[base + at[1] * size :][:size]
+        f2 = zeros[:size] if at[2] == NO_FRAME else mem[base + at[2] * size :][:size]
+        f3 = zeros[:size] if at[3] == NO_FRAME else mem[base + at[3] * size :][:size]
         _interleave4(batch[target : target + 4 * size], f0, f1, f2, f3)
         return
     for j in range(stack):
-        frame = frames + at[j] * size
+        frame = base + at[j] * size
         for p in range(size // item):
             place = target + (p * stack + j) * item
             for k in range(item):
                 batch[place + k] = 0 if at[j] == NO_FRAME else mem[frame + p * item + k]
+
+
+@kernel
+def _gather_columns(keys: Any, mem: Any, mem16: Any, bodies: int, body_bytes: int, obs_frames: int,
+                    next_frames: int, stack: int, step_table: Any, batch: Any,
+                    numbers: Any) -> None:  # fmt: skip
+    """Everything but the frames; their numbers into `numbers` (B * 2 * stack).
+
+    A loop of its own: each value lies on a line of its own, and so their cache misses overlap.
+    """
+    for b in range(keys.shape[0]):
+        slot = (keys[b] >> _SLOT_SHIFT) & (MAX_SLOTS - 1)
+        row = keys[b] & ((1 << OFFSET_BITS) - 1)
+        body = bodies + slot * body_bytes
+        at = 2 * stack * b
+        obs_at = (body + obs_frames) // 2 + row * stack
+        next_at = (body + next_frames) // 2 + row * stack
+        for j in range(stack):
+            numbers[at + j] = mem16[obs_at + j]
+            numbers[at + stack + j] = mem16[next_at + j]
+        for c in range(step_table.shape[0]):
+            size = step_table[c, S_BYTES]
+            target = step_table[c, S_TARGET] + b * size
+            copy_bytes(batch, target, mem, body + step_table[c, S_SOURCE] + row * size, size)
 
 
 @kernel
@@ -135,37 +169,51 @@ def gather_kernel(keys: Any, mem: Any, mem16: Any, headers: Any, bodies: int, bo
     A row is torn when its slot's generation has moved on by the time that it was copied. Keys must
     have been checked to lie inside the store.
     """
-    torn = 0
-    for b in range(keys.shape[0]):
-        key = keys[b]
-        slot = (key >> _SLOT_SHIFT) & (MAX_SLOTS - 1)
-        row = key & ((1 << OFFSET_BITS) - 1)
+    count = keys.shape[0]
+    numbers = np.empty(2 * stack * count, np.int64)
+    _gather_columns(keys, mem, mem16, bodies, body_bytes, obs_frames, next_frames, stack,
+                    step_table, batch, numbers)  # fmt: skip
+    streaming = batch.shape[0] >= _STREAMED_BYTES
+    for b in range(count):
+        slot = (keys[b] >> _SLOT_SHIFT) & (MAX_SLOTS - 1)
         body = bodies + slot * body_bytes
+        if b + 1 < count:
+            following = (keys[b + 1] >> _SLOT_SHIFT) & (MAX_SLOTS - 1)
+            size = frame_table[0, F_BYTES]
+            ahead = bodies + following * body_bytes + frame_table[0, F_SOURCE]
+            ahead += numbers[2 * stack * (b + 1)] * size
+            for place in range(ahead, ahead + min(size, _BYTES_AHEAD), 64):
+                prefetch(mem, place)
         for side in range(2):
-            first = (body + (next_frames if side else obs_frames)) // 2 + row * stack
             for c in range(frame_table.shape[0]):
                 size, depth = frame_table[c, F_BYTES], frame_table[c, F_STACK]
-                frames = body + frame_table[c, F_SOURCE]
+                base = body + frame_table[c, F_SOURCE]
                 column = frame_table[c, F_NEXT_OBS] if side else frame_table[c, F_OBS]
                 target = column + b * depth * size
-                at = mem16[first + stack - depth : first + stack]
+                # No slices for each frame: counting their references takes a locked instruction,
+                # which waits until all stores before it are done.
+                first = (2 * b + side + 1) * stack - depth
                 if frame_table[c, F_INNERMOST]:
-                    _gather_innermost(
-                        mem, frames, at, size, depth, frame_table[c, F_ITEM], zeros, batch, target
-                    )
+                    at = numbers[first : first + depth]
+                    _gather_innermost(mem, base, at, size, depth, frame_table[c, F_ITEM], zeros,
+                                      batch, target)  # fmt: skip
                     continue
                 for j in range(depth):
-                    if at[j] == NO_FRAME:
+                    number = numbers[first + j]
+                    if number == NO_FRAME:
                         copy_bytes(batch, target + j * size, zeros, 0, size)
+                    elif streaming:
+                        stream_bytes(batch, target + j * size, mem, base + number * size, size)
                     else:
-                        copy_bytes(batch, target + j * size, mem, frames + at[j] * size, size)
-        for c in range(step_table.shape[0]):
-            size = step_table[c, S_BYTES]
-            target = step_table[c, S_TARGET] + b * size
-            copy_bytes(batch, target, mem, body + step_table[c, S_SOURCE] + row * size, size)
-        # SYNC row-whole: the copies above come before this second look at the generation
-        fence_acquire()
-        now = headers[slot * HEADER_WORDS + GENERATION]
+                        copy_bytes(batch, target + j * size, mem, base + number * size, size)
+    if streaming:
+        fence_full()
+    # SYNC row-whole: the copies above come before this second look at the generations
+    fence_acquire()
+    torn = 0
+    for b in range(count):
+        key = keys[b]
+        now = headers[((key >> _SLOT_SHIFT) & (MAX_SLOTS - 1)) * HEADER_WORDS + GENERATION]
         if (key >> _GENERATION_SHIFT) & GENERATION_MASK == now:
             out_keys[b] = key
         else:
