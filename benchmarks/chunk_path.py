@@ -9,13 +9,14 @@ import numpy as np
 from benchmarks._forked import fork, reap
 from benchmarks._harness import clock_ns, percentiles
 from zapex.batch import aligned_zeros
+from zapex.host_plan import HostPlan
 from zapex.intake import Intake
 from zapex.nstep import ChunkBuilder
 from zapex.rate_limiter import LimiterConfig
 from zapex.replay import PrioritizedReplay, ReplayLayout
 from zapex.schema import Column, Schema
 from zapex.shm_segment import Segment
-from zapex.shm_transport import Host, HostPlan
+from zapex.shm_transport import Host
 
 CHUNK = 64
 CAPACITY = 256 * CHUNK

@@ -76,7 +76,7 @@ def _bare_loop(run: TrainRun, spec: EnvironmentSpec) -> Callable[[float], tuple[
     from zapex import streams
     from zapex.agent.exploration import epsilon_greedy, epsilon_ladder
     from zapex.agent.policy import Policy
-    from zapex.topology import Run
+    from zapex.run import Run
 
     config = run.config
     torch.set_num_threads(config.actor.actor_threads)

@@ -25,8 +25,8 @@ from zapex.environments import EnvironmentSpec
 from zapex.errors import SharedMemoryError
 from zapex.flags import read_settings
 from zapex.metrics import RoleMetrics
+from zapex.run import Run
 from zapex.shm_transport import Host
-from zapex.topology import Run
 
 Result = dict[str, Any]
 

@@ -21,10 +21,11 @@ from zapex.nstep import ChunkBuilder
 from zapex.roles.actor import Actor
 from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
+from zapex.run import Clock, Run
 from zapex.schema import COMMITTED, COUNT, EVICTED, FREE, GRANTED, LIVE, STATE, BatchLayout
 from zapex.shm_transport import Host
 from zapex.streams import Episode, Step
-from zapex.topology import Clock, Run, make_replay
+from zapex.topology import make_replay
 
 ACTIONS = 3
 SIDE = 36

@@ -9,10 +9,11 @@ from tests.fake_system import spec
 from zapex.batch import Batch, aligned_zeros
 from zapex.config import Config
 from zapex.errors import PeerError
+from zapex.host_plan import HostPlan
 from zapex.replay import Draw
+from zapex.run import Run
 from zapex.schema import GENERATION, BatchLayout
-from zapex.shm_transport import Host, HostPlan
-from zapex.topology import Run
+from zapex.shm_transport import Host
 from zapex.transport import Life
 
 STREAMS, BATCH, PREFETCH = 3, 4, 3

@@ -8,8 +8,9 @@ import numpy as np
 from zapex import environments
 from zapex.batch import aligned_zeros
 from zapex.config import Config
+from zapex.run import Clock, Run
 from zapex.shm_transport import Host
-from zapex.topology import Clock, Run, make_learner
+from zapex.topology import make_learner
 
 
 def test_a_learner_that_died_before_its_first_checkpoint_goes_on_from_what_it_published(

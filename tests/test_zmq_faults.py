@@ -383,7 +383,7 @@ def test_hosts_come_and_go_and_a_newer_life_fences_an_older_one() -> None:
 
     third = make_link(server.url, "relay", 3, layout, actors=1)
     until(lambda: "all 2 actors" in third.waiting, lambda: (turn(), third.do_work()), "a refusal")
-    first.link.close(bye=True)
+    first.link.close(bye=m.Bye())
     until(
         lambda: third.is_open,
         lambda: (server.turn(), second.turn(), third.do_work()),

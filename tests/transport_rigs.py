@@ -13,6 +13,7 @@ import pytest
 
 from zapex.batch import Batch, aligned_zeros
 from zapex.chunk_store import NO_KEY, ChunkStore
+from zapex.host_plan import HostPlan
 from zapex.intake import Intake
 from zapex.message_header import Form
 from zapex.rate_limiter import LimiterConfig
@@ -20,7 +21,7 @@ from zapex.replay import Draw, PrioritizedReplay, ReplayLayout, importance_weigh
 from zapex.roster import Roster
 from zapex.schema import Column, Schema
 from zapex.shm_mailbox import Mailbox
-from zapex.shm_transport import Host, HostPlan
+from zapex.shm_transport import Host
 from zapex.transport import Life, Sampled
 from zapex.zmq_client import ZmqLink
 from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink

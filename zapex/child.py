@@ -5,15 +5,20 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from zapex.errors import Fenced, Refused, RunOver
 from zapex.idle import Waiter
+from zapex.run import Clock, DutyCycle, Place, Run
 from zapex.shm_segment import Segment
 from zapex.shm_transport import Host
 from zapex.supervisor import child_setup
-from zapex.topology import Clock, DutyCycle, Run, make_role, totals_of
+from zapex.topology import make_role, totals_of
 
 _LONGEST_WAIT_S = 0.2  # also how soon a waiting role sees that it shall stop
 _PATIENCE_S = 1.0  # for the duty cycle under way; what follows is saving
@@ -32,6 +37,7 @@ class Order:
     eventfds: list[int]
     base: dict[str, float]
     started_ns: int
+    place: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """The command line's text."""
@@ -92,24 +98,54 @@ def main(text: str) -> None:
         EnvironmentSpec(**order.spec),
         Path(order.run_dir),
         int(order.base.get("steps", 0)),
+        _place(order.place),
     )
     plan = run.plan
-    host = Host(
-        plan,
-        Segment.attach(order.control_fd, plan.nbytes).buffer,
-        Segment.attach(order.experience_fd, plan.replay.nbytes).buffer,
-        order.eventfds,
-    )
-    totals = totals_of(host, order.base, order.started_ns)
-    role = make_role(order.name, run, host, incarnation, Clock(), totals)
-    index = plan.role_index(order.name)
-    waiter = Waiter(host.sleeping, host.sleeping_word(order.name), order.eventfds[index])
-    run_role(role, waiter, Stop())
-    role.close()
+    experience = np.empty(0, np.uint8)
+    if order.experience_fd >= 0:
+        experience = Segment.attach(order.experience_fd, plan.replay.nbytes).buffer
+    control = Segment.attach(order.control_fd, plan.nbytes).buffer
+    host = Host(plan, control, experience, order.eventfds)
+    _play(order, run, host, incarnation)
     # It ends by the signal that it obeyed. Status 0 would say that its work is done, and a role
     # that somebody else told to end would not be started again.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _place(facts: dict[str, Any] | None) -> Place | None:
+    return Place(**{**facts, "numbers": tuple(facts["numbers"])}) if facts else None
+
+
+def _play(order: Order, run: Run, host: Host, incarnation: int) -> None:
+    totals = totals_of(host, order.base, order.started_ns)
+    if run.place is None or order.name not in ("relay", "replay", "learner"):
+        role = make_role(order.name, run, host, incarnation, Clock(), totals)
+        run_role(role, _waiter(order, host), Stop())
+        role.close()
+        return
+    from zapex.hosts import Notices, make_networked
+
+    # From here on a verdict of the replay's is told to the parent; another life would mend nothing.
+    try:
+        networked = make_networked(order.name, run, host, incarnation, Clock(), totals)
+        try:
+            run_role(networked, _waiter(order, host, networked.fds), Stop())
+        except (RunOver, Fenced, Refused):
+            networked.save()
+            raise
+    except (RunOver, Fenced, Refused) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        Notices(host).verdict(error)
+        sys.stdout.flush()
+        # At an ordinary exit a ZeroMQ context that nobody closed would wait for its sockets.
+        os._exit(0)
+    networked.close()
+
+
+def _waiter(order: Order, host: Host, also: Sequence[int] = ()) -> Waiter:
+    fd = order.eventfds[host.plan.role_index(order.name)]
+    return Waiter(host.sleeping, host.sleeping_word(order.name), fd, also=also)
 
 
 if __name__ == "__main__":

@@ -232,6 +232,9 @@ def _bench(args: list[str]) -> int:
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train on this host"),
     "eval": (_eval, "play with the network that a run has saved: zapex eval RUN"),
+    "replay": (cli_hosts.replay, "one run on many hosts: keep its experience, serve it"),
+    "actor": (cli_hosts.actor, "one run on many hosts: play for it on this host"),
+    "learner": (cli_hosts.learner, "one run on many hosts: learn, evaluate, end it"),
     "keygen": (cli_hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
     "doctor": (_doctor, "say whether this machine has what a run needs"),
     "config": (_config, "print the settings of a run as TOML, for --config"),

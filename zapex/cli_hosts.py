@@ -1,10 +1,121 @@
 """The commands of a run on many hosts: replay, actor, learner, and keygen for their keys."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from zapex.config import Config
 from zapex.errors import ConfigError
 from zapex.flags import parse
+from zapex.settings import Options, Resolved, new_run_directory, resolve
+
+if TYPE_CHECKING:
+    from zapex.host_plan import Part
+    from zapex.run import Place
+
+DEFAULT_URL = "tcp://127.0.0.1:7711"
+
+
+@dataclass(frozen=True)
+class _ReplayOptions:
+    """Where to serve, whom to let in, and all settings."""
+
+    settings: Options
+    listen: str = DEFAULT_URL
+    """Address to serve at: tcp://ADDRESS:PORT, tcp://0.0.0.0:PORT for all of this machine's, or
+    ipc:///PATH. Any but loopback needs --keys."""
+    keys: str = ""
+    """Directory of `zapex keygen` with replay.key and public.json."""
+    insecure_network: bool = False
+    """Do without keys, on a network where everybody may read and change everything."""
+
+
+@dataclass(frozen=True)
+class _JoinOptions:
+    """Whom to join, and all settings."""
+
+    settings: Options
+    replay: str = DEFAULT_URL
+    """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH."""
+    keys: str = ""
+    """Directory of `zapex keygen` with this role's key and public.json."""
+    insecure_network: bool = False
+    """Do without keys, on a network where everybody may read and change everything."""
+
+
+def replay(args: list[str]) -> int:
+    """The replay's host."""
+    what = (
+        "Keep a run's experience and serve it to actors and a learner on other hosts. --actors is "
+        "how many actors all hosts may have together."
+    )
+    run = resolve(args, "replay", what, _ReplayOptions)
+    config = _prepared(run, "replay")
+    from zapex import cluster
+
+    place = _place(run, "replay", run.more.listen)
+    return cluster.replay(config, run.spec, place)
+
+
+def actor(args: list[str]) -> int:
+    """An actor host."""
+    what = (
+        "Play on this host for the run of a replay elsewhere; may come and go at any time. "
+        "--actors is how many processes this host starts."
+    )
+    run = resolve(args, "actor", what, _JoinOptions, holds_replay=False)
+    config = _prepared(run, "actor")
+    from zapex import cluster
+
+    return cluster.actor(config, run.spec, _place(run, "actor", run.more.replay))
+
+
+def learner(args: list[str]) -> int:
+    """The learner's host."""
+    what = (
+        "Train on what the replay elsewhere samples, evaluate, and write the run's directory. "
+        "Limits (--max-frames, ...) are counted here and end the whole run; Ctrl-C ends this host "
+        "alone, and `zapex learner --resume RUN` goes on."
+    )
+    run = resolve(args, "learner", what, _JoinOptions, holds_replay=False)
+    config = _prepared(run, "learner")
+    from zapex import cluster
+
+    return cluster.learner(config, run.spec, _place(run, "learner", run.more.replay))
+
+
+def _place(run: Resolved, part: "Part", url: str) -> "Place":
+    from zapex.run import Place
+
+    return Place(part, url, run.more.keys, run.more.insecure_network)
+
+
+def _prepared(run: Resolved, part: "Part") -> Config:
+    """The settings with a run directory, once this machine has what its part needs."""
+    config = run.config
+    if config.run.inline:
+        raise ConfigError(f"--inline is one process; `zapex {part}` is one of several")
+    if config.run.resume and part != "learner":
+        raise ConfigError(f"--resume is the learner's: `zapex {part}` has nothing to go on from")
+    if not config.run.resume:
+        config = config.replace(
+            run_dir=str(new_run_directory(config, part if part != "learner" else ""))
+        )
+    from zapex import preflight
+    from zapex.presets import explain, replay_bytes
+
+    schema = run.spec.schema(config.replay.n_step, config.replay.gamma)
+    preflight.demand(
+        preflight.check(
+            replay_bytes(schema, config) if part == "replay" else 1,
+            processes={"replay": 2, "actor": config.actor.actors + 2, "learner": 3}[part],
+            cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+    )
+    print(run.spec.describe, *run.spec.notes, sep="\n")
+    print(explain(run.chosen), flush=True)
+    return config
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class EnvConfig(Section):
 class ActorConfig(Section):
     """Who plays, and how greedily."""
 
-    actors: int = bounded(8, low=1, high=4096)
-    """Actor processes."""
+    actors: int = bounded(8, low=1, high=4096, local=True)
+    """Actor processes of this host; of `zapex replay`: as many as all hosts may have together."""
     envs_per_actor: int = bounded(16, low=1, high=4096)
     """Environments that one actor steps in lockstep."""
     param_period: int = bounded(400, low=1)

@@ -14,7 +14,8 @@ ZapexError
 │   ├── BadMessage       bytes from a peer that are no message of ours
 │   │   └── OtherVersion the peer speaks another version of the protocol
 │   ├── Refused          the peer says why it does not want us
-│   └── Fenced           a newer incarnation has taken this role's place
+│   ├── Fenced           a newer incarnation has taken this role's place
+│   └── RunOver          the learner has ended the run: there is nothing more to do
 └── CheckpointError      missing, damaged or of another schema
 """
 
@@ -81,6 +82,10 @@ class Refused(PeerError):
 
 class Fenced(PeerError):
     """A newer incarnation has taken this role's place."""
+
+
+class RunOver(PeerError):
+    """The run has reached its limit, on whichever host that was counted; it says which."""
 
 
 class CheckpointError(ZapexError):

@@ -13,7 +13,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zapex.atomics import Words, fence_full, load_relaxed, store_relaxed
@@ -61,13 +61,17 @@ class Waiter:
     words[index]: 1 while it sleeps or is about to; nobody else writes it.
     fd: a non-blocking eventfd, `os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)`, which stays the
     caller's.
+    also: descriptors that wake it too when they are readable; `ready` must empty them.
     """
 
-    def __init__(self, words: Words, index: int, fd: int, spin_s: float = 0.0) -> None:
+    def __init__(
+        self, words: Words, index: int, fd: int, spin_s: float = 0.0, also: Sequence[int] = ()
+    ) -> None:
         self._words, self._index, self._fd = words, index, fd
         self._spin_s = spin_s
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
+        for each in (fd, *also):
+            self._poll.register(each, select.POLLIN)
         _declare_kernel(words, index, 0)  # a former life may have died asleep
 
     def wait(self, ready: Callable[[], object], timeout_s: float) -> bool:

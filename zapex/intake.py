@@ -1,10 +1,13 @@
 """Experience from any source into a replay: credit, limiter, eviction, what the dead left."""
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
+from zapex.chunk_store import ChunkStore
 from zapex.rate_limiter import LimiterConfig, RateLimiter
-from zapex.replay import PrioritizedReplay
+from zapex.replay import ReplayLayout
 from zapex.schema import (
     ACTOR,
     COMMITTED,
@@ -15,7 +18,25 @@ from zapex.schema import (
     SEQUENCE,
     STATE,
 )
+from zapex.slot_ledger import SlotLedger
 from zapex.transport import ExperienceSource
+
+
+class Memory(Protocol):
+    """Where chunks are taken over to: a ReplayCore, or what stands for one on an actor host."""
+
+    store: ChunkStore
+    ledger: SlotLedger
+    layout: ReplayLayout
+
+    def __len__(self) -> int:
+        """Transitions that can be drawn."""
+
+    def accept(self, slot: int) -> int:
+        """A committed slot is its own from now on; how many transitions it holds."""
+
+    def evict_excess(self, issued: int) -> int:
+        """Let go of what is too much; how many transitions went."""
 
 
 class Intake:
@@ -33,7 +54,7 @@ class Intake:
     def __init__(
         self,
         source: ExperienceSource,
-        replay: PrioritizedReplay,
+        replay: Memory,
         limiter: LimiterConfig,
         *,
         actors: int,

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from zapex.config import Config
 from zapex.curve import draw
 from zapex.environments import EnvironmentSpec
 from zapex.errors import CheckpointError, ConfigError
+from zapex.host_plan import EVALUATION_FIELDS
+from zapex.metrics import Role
 from zapex.monitor import Monitor
-from zapex.report import Evaluation, RunFacts
+from zapex.report import Evaluation, Recorder, RunFacts
+from zapex.run import Clock, Run
 from zapex.shm_segment import Populator, Segment
-from zapex.shm_transport import EVALUATION_FIELDS, Host
-from zapex.summary import summary
+from zapex.shm_transport import Host
+from zapex.summary import summary, summary_of_part
 from zapex.supervisor import (
     Died,
     Exited,
@@ -31,7 +34,7 @@ from zapex.supervisor import (
     Supervisor,
 )
 from zapex.terminal import LivePicture, open_view, print_lines
-from zapex.topology import Clock, Run, make_role, thread_environment, totals_of
+from zapex.topology import make_role, thread_environment, totals_of
 
 _TICK_S = 0.1
 _GRACE_S = 3.5  # of the five seconds within which everything is over, the curve drawn too
@@ -54,7 +57,7 @@ def train(config: Config, spec: EnvironmentSpec) -> int:
             f"starts after {config.replay.learning_starts:,} transitions"
         )
     run = replace(run, steps_before=int(base.get("steps", 0)))
-    session = _Session(run, base)
+    session = Session(run, base)
     return session.run_inline() if config.run.inline else session.run_processes()
 
 
@@ -65,16 +68,17 @@ def _command_started_ns() -> int:
 
 
 @dataclass
-class _Session:
-    """One life of a run."""
+class Session:
+    """One life of a run on this host, or of this host's part of it."""
 
     run: Run
-    base: dict[str, float]
+    base: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.plan = self.run.plan
         self.started_ns = _command_started_ns()
         self.reason = ""
+        self.over = False  # a limit of the run is reached: it ends on every host
         self.failed = False
         self.firsts: dict[str, float] = {}
         self.deaths: list[str] = []
@@ -99,34 +103,44 @@ class _Session:
         facts = RunFacts(
             environment=spec.env_id,
             preset=config.run.preset,
+            part=self._part_in_words(),
             run_dir=self.run.run_dir,
-            streams=config.streams,
-            greedy_stream=config.streams - 1,
+            streams=config.streams if plan.part == "actor" else self.run.streams,
+            greedy_stream=self.run.streams - 1,
             plain_transition_bytes=2 * column.stack * column.item_bytes + 21,
-            shared_bytes=plan.nbytes + plan.replay.nbytes,
+            shared_bytes=plan.nbytes + self._experience_bytes,
             started_ns=self.started_ns,
             max_wall_s=60 * config.run.max_minutes,
             max_frames=config.run.max_frames,
             base=self.base,
             references=spec.references,
         )
+        written: list[Recorder] = [recorders.JsonLines(self.run.run_dir)]
+        if self._learns:
+            written.append(recorders.TensorBoard(self.run.run_dir))
         return Monitor(
             facts,
-            [(name, host.metrics(name)) for name, _ in plan.roles],
+            [(name, host.metrics(name)) for name, _ in self._everybody],
             view,
-            [recorders.JsonLines(self.run.run_dir), recorders.TensorBoard(self.run.run_dir)],
+            written,
             evaluations=recorders.read_evaluations(self.run.run_dir) if self.base else (),
+            elsewhere={role for _, role in plan.elsewhere},
         )
 
     def _collect(self, host: Host, monitor: Monitor) -> None:
         """Episodes and evaluations that came in, and whether somebody has just begun to work."""
         for first, (wanted, counter) in _FIRSTS.items():
-            blocks = [host.metrics(name) for name, role in self.plan.roles if role == wanted]
+            blocks = [host.metrics(name) for name, role in self._everybody if role == wanted]
             if first not in self.firsts and any(b.snapshot(alive=False)[counter] for b in blocks):
                 self.firsts[first] = (time.perf_counter_ns() - self.started_ns) / 1e9
-        for i in range(self.plan.actors):
-            consumer = host.ring(f"episodes {i}").consumer()
+        every = [f"episodes {i}" for i in range(self.plan.actors)]
+        for name in every if self.plan.part == "all" else ["episodes"]:
+            consumer = host.ring(name).consumer()
             monitor.add_episodes(consumer.take(consumer.ring.capacity))
+        if self._learns:
+            self._collect_evaluations(host, monitor)
+
+    def _collect_evaluations(self, host: Host, monitor: Monitor) -> None:
         evaluations = host.ring("evaluations").consumer()
         for record in evaluations.take(evaluations.ring.capacity):
             facts = {name: float(record[name]) for name in EVALUATION_FIELDS}
@@ -143,16 +157,19 @@ class _Session:
             )
             target = self.run.config.run.stop_at_return
             if target is not None and evaluation.mean >= target:
-                self.reason = f"the mean return of an evaluation reached {target:g}"
+                self._reached(f"the mean return of an evaluation reached {target:g}")
+
+    def _reached(self, limit: str) -> None:
+        self.reason, self.over = limit, True
 
     def _check_limits(self, frames: float, wall_s: float) -> None:
         limits = self.run.config.run
-        if self.reason:
+        if self.reason or not self._learns:
             return
         if limits.max_frames and frames >= limits.max_frames:
-            self.reason = f"{limits.max_frames:,} frames are played"
+            self._reached(f"{limits.max_frames:,} frames are played")
         elif limits.max_minutes and wall_s >= 60 * limits.max_minutes:
-            self.reason = f"{limits.max_minutes:g} minutes are over"
+            self._reached(f"{limits.max_minutes:g} minutes are over")
 
     def _finish(self, monitor: Monitor) -> int:
         run, spec = self.run.config.run, self.run.spec
@@ -162,6 +179,9 @@ class _Session:
         recorders.write_result(
             self.run.run_dir, snapshot, self.reason, seed=run.seed, startup=self.firsts
         )
+        if not self._learns:
+            print_lines(summary_of_part(snapshot, self.reason), run.plain)
+            return int(self.failed)
         picture = None
         try:
             title = f"{spec.env_id}, preset {run.preset}, seed {run.seed}"
@@ -171,6 +191,30 @@ class _Session:
         saved = checkpoint.latest(self.run.run_dir) is not None
         print_lines(summary(snapshot, self.reason, picture, saved), run.plain)
         return int(self.failed)
+
+    # What the parts of a run on several hosts do differently.
+
+    @property
+    def _learns(self) -> bool:
+        return self.plan.part in ("all", "learner")
+
+    @property
+    def _everybody(self) -> list[tuple[str, Role]]:
+        return self.plan.roles + self.plan.elsewhere
+
+    @property
+    def _experience_bytes(self) -> int:
+        return self.plan.replay.nbytes if self.plan.part != "learner" else 0
+
+    def _part_in_words(self) -> str:
+        return ""
+
+    def _look_after(self, host: Host, monitor: Monitor) -> None:
+        """Once a turn of the parent's loop."""
+
+    def _ended(self, name: str, host: Host, monitor: Monitor) -> None:
+        """A role says that its work is done, and nobody had asked it to end."""
+        monitor.message(f"{name} ended")
 
     # Everything in one process and one thread.
 
@@ -220,34 +264,48 @@ class _Session:
     def run_processes(self) -> int:
         """Start the roles, watch them, and end them within five seconds of being asked to."""
         control = Segment.create("zapex-control", self.plan.nbytes)
-        experience = Segment.create("zapex-experience", self.plan.replay.nbytes)
         eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in self.plan.roles]
-        host = Host(self.plan, control.buffer, experience.buffer, eventfds, create=True)
+        experience = None
+        if self._experience_bytes:
+            experience = Segment.create("zapex-experience", self._experience_bytes)
+        slots = experience.buffer if experience is not None else _zeros(0)
+        host = Host(self.plan, control.buffer, slots, eventfds, create=True)
         control.populate()
-        populator = Populator(experience)
+        populator = Populator(experience) if experience is not None else None
         with (
             Supervisor(on_death=lambda event: host.set_life(event.name, 0)) as supervisor,
             self._watched(host) as monitor,
         ):
             supervisor.install_signal_handlers()
             try:
-                for spec in self._process_specs(control.fd, experience.fd, eventfds):
+                experience_fd = experience.fd if experience is not None else -1
+                for spec in self._process_specs(control.fd, experience_fd, eventfds):
                     self._tell(monitor, host, supervisor.start(spec))
-                populator.start()
+                if populator is not None:
+                    populator.start()
                 while not self.reason:
                     for event in supervisor.poll(_TICK_S):
                         self._tell(monitor, host, event)
                     self._collect(host, monitor)
+                    self._look_after(host, monitor)
                     snapshot = monitor.tick()
                     if snapshot is not None:
                         self._check_limits(snapshot.totals["frames"], snapshot.wall_s)
                     if supervisor.stop_signal is not None:
                         self.reason = f"stopped by {supervisor.stop_signal.name}"
             finally:
+                if self.over:
+                    host.set_over(self.reason)
                 for event in supervisor.shutdown(_GRACE_S):
                     self._tell(monitor, host, event)
-                populator.stop()
+                if populator is not None:
+                    populator.stop()
             self._collect(host, monitor)
+        for fd in eventfds:
+            os.close(fd)
+        for segment in (control, experience):
+            if segment is not None:
+                segment.close()
         return self._finish(monitor)
 
     def _process_specs(
@@ -268,11 +326,13 @@ class _Session:
                 eventfds=eventfds,
                 base=self.base,
                 started_ns=self.started_ns,
+                place=asdict(self.run.place) if self.run.place is not None else None,
             )
+            fds = [fd for fd in (control_fd, experience_fd) if fd >= 0]
             yield ProcessSpec(
                 name=name,
                 argv=[sys.executable, "-m", "zapex.child", order.to_json()],
-                pass_fds=[control_fd, experience_fd, *eventfds],
+                pass_fds=[*fds, *eventfds],
                 env=thread_environment(threads.get(role, 1)),
                 restart=True,
                 log_path=logs / f"{name.replace(' ', '-')}.log",
@@ -283,6 +343,9 @@ class _Session:
             host.set_life(event.name, event.incarnation)
             return
         if isinstance(event, Exited) and self.reason:
+            return
+        if isinstance(event, Exited):
+            self._ended(event.name, host, monitor)
             return
         monitor.message(str(event))
         if isinstance(event, Died):

@@ -35,6 +35,7 @@ MAX_TEXT_BYTES = 1 << 12
 MAX_EPISODES = 1024  # in one message
 ROLES = ("relay", "learner", "reader")
 SMALL, BULK = 0, 1  # the two connections of a client
+LEARNER, REPLAY = -1, -2  # whose statistics, where they are no actor's
 
 ACTOR_STATE = np.dtype(
     [("actor", "<i8"), ("incarnation", "<i8"), ("sequence", "<i8"), ("credit_bytes", "<i8")]
@@ -51,6 +52,7 @@ class Fault(IntEnum):
     FENCED = 3  # a newer incarnation has your place: exit
     FULL = 4  # no actor number is free: ask again later
     BAD = 5  # a message that breaks the rules
+    OVER = 6  # the run has ended, and why: exit
 
 
 def _records(part: Part, dtype: np.dtype[Any], at_most: int) -> NDArray[Any]:
@@ -257,10 +259,27 @@ class PublishAck(_Bare):
     kind = Kind.PUBLISH_ACK
 
 
-class Bye(_Bare):
-    """The client leaves: its actor numbers are free again."""
+@dataclass(frozen=True)
+class Bye:
+    """The client leaves: its actor numbers are free again.
 
-    kind = Kind.BYE
+    over: from the learner, why the run has ended for everybody; "" where it only leaves.
+    """
+
+    kind: ClassVar[Kind] = Kind.BYE
+    over: str = ""
+
+    def message(self) -> Message:
+        """As a message."""
+        text = self.over.encode()[:MAX_TEXT_BYTES]
+        return Message(self.kind, body=(as_part(text),) if text else ())
+
+    @classmethod
+    def read(cls, message: Message, form: Form | None) -> "Bye":
+        """Checked; what cannot be printed is escaped."""
+        if not message.body:
+            return cls()
+        return cls(_printable(one_part(message, at_most=MAX_TEXT_BYTES)))
 
 
 @dataclass(frozen=True)
@@ -299,7 +318,7 @@ class Publish(_Parameters):
 class Stats:
     """A role's metrics block as it is now, and episodes that its actor finished.
 
-    number: the actor's, -1 for the learner. time_ns: the sender's clock.
+    number: the actor's, or LEARNER or REPLAY. time_ns: the sender's clock.
     """
 
     kind: ClassVar[Kind] = Kind.STATS
@@ -326,7 +345,7 @@ class Stats:
             or episodes.nbytes > MAX_EPISODES * form.episode_bytes
         ):
             raise BadMessage(f"{episodes.nbytes} bytes are no number of episodes")
-        if message.number != -1:
+        if message.number not in (LEARNER, REPLAY):
             check_actor(message.number)
         return cls(message.number, message.value, metrics, episodes)
 
@@ -349,9 +368,12 @@ class Error:
         """Checked; what is no UTF-8 is replaced, what cannot be printed is escaped."""
         if not 1 <= message.number <= len(Fault):
             raise BadMessage(f"faults are 1 to {len(Fault)}, got {message.number}")
-        text = bytes(one_part(message, at_most=MAX_TEXT_BYTES)).decode("utf-8", "replace")
-        printable = "".join(c if c.isprintable() else "?" for c in text)
-        return cls(Fault(message.number), printable)
+        return cls(Fault(message.number), _printable(one_part(message, at_most=MAX_TEXT_BYTES)))
+
+
+def _printable(part: Part) -> str:
+    text = bytes(part).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 _MESSAGES: tuple[Any, ...] = (

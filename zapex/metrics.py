@@ -23,7 +23,9 @@ import numpy as np
 
 from zapex.errors import SharedMemoryError
 
-Role = Literal["actor", "replay", "learner", "evaluator"]
+Role = Literal["actor", "replay", "learner", "evaluator", "relay"]
+ELSEWHERE: Final = -1
+"""Instead of a process's number: it runs on another host."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,17 @@ TABLES: Final[dict[Role, RoleTable]] = {
         gauges=("params_version",),
         shown_as={"compute": ("evaluate",), "wait": ("idle",)},
     ),
+    "relay": RoleTable(
+        phases=("push", "pull", "report", "idle", "other"),
+        counters=("transitions", "chunks", "bytes", "acknowledged", "again", "versions"),
+        gauges=("params_version", "unacknowledged", "slots"),
+        shown_as={
+            "pull": ("pull",),
+            "push": ("push",),
+            "report": ("report", "other"),
+            "wait": ("idle",),
+        },
+    ),
 }
 
 LIMITER_STATES: Final = ("nobody waits", "filling", "actors wait", "learner waits")
@@ -138,6 +151,7 @@ EPISODE: Final = np.dtype(
 """One finished episode; actors send it, `zapex.monitor.Episodes` adds it up."""
 
 _ROLE, _PID, _START, _PHASE, _HEARTBEAT, _COUNT_CPU, _HEADER_WORDS = range(7)
+_MOST: Final = 1 << 62  # no count of ours; what a peer says is not believed beyond it
 _MAGIC: Final = 0x7A61_7065_7800  # "zapex", and the role's number in the last byte
 
 
@@ -238,6 +252,44 @@ class RoleMetrics:
     def count_cpu(self) -> None:
         """For whoever looks on, over writable memory: from now on "cpu/<phase>" are counted too."""
         self._words[_COUNT_CPU] = 1
+
+    def take_over(self, received: Any, last: Any, *, fresh: bool, clock_ns: int) -> None:
+        """The same role's block on another host, as it is now: its counts go on in this one.
+
+        received, last: a block's bytes. last is where the last look is kept, and must outlive this
+        process as the block does. fresh: the sender is another one than the last time and began
+        with nothing. clock_ns: what this host's clock is ahead of the sender's.
+
+        Raises SharedMemoryError where the bytes are no block of this role.
+        """
+        new, old = memoryview(received).cast("q"), memoryview(last).cast("q")
+        words = self._words
+        phase = new[_PHASE]
+        phases = range(_HEADER_WORDS, _HEADER_WORDS + self._to_cpu)
+        if new[_ROLE] != words[_ROLE] or (phase not in phases and phase != 0):
+            raise SharedMemoryError(f"a peer's metrics are not those of role {self.role!r}")
+        first_gauge = _HEADER_WORDS + 2 * self._to_cpu + len(self._counters)
+        deltas = [
+            max(0, min(new[i] - (0 if fresh else old[i]), _MOST))
+            for i in range(_HEADER_WORDS, first_gauge)
+        ]
+        # First: who dies in between has counted something too little, never twice.
+        old[:] = new
+        for i, delta in enumerate(deltas, start=_HEADER_WORDS):
+            words[i] = min(words[i] + delta, _MOST)
+        words[first_gauge:] = new[first_gauge : len(words)]
+        changed_ns = max(0, min(new[_HEARTBEAT] + clock_ns, _MOST))
+        spent_ns = min(sum(words[i] for i in phases), _MOST)
+        words[_PHASE], words[_HEARTBEAT], words[_START] = phase, changed_ns, changed_ns - spent_ns
+        words[_PID] = ELSEWHERE if new[_PID] and phase else 0
+
+    def is_gone(self) -> None:
+        """Nothing is heard of the role on the other host any more."""
+        self._words[_PID] = 0
+
+    def as_bytes(self) -> bytes:
+        """The block as it is, for `take_over` on another host."""
+        return self._words.tobytes()
 
     @property
     def pid(self) -> int:

@@ -8,13 +8,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.metrics import EPISODE, TABLES, Role, RoleMetrics
+from zapex.metrics import ELSEWHERE, EPISODE, TABLES, Role, RoleMetrics
 from zapex.report import (
     Evaluation,
     Message,
@@ -96,11 +96,13 @@ class Monitor:
         recorders: Sequence[Recorder] = (),
         *,
         evaluations: Sequence[Evaluation] = (),
+        elsewhere: Collection[Role] = (),
         view_period_s: float = 0.5,
         record_period_s: float = 5.0,
     ) -> None:
         self.facts = facts
         self._roles = list(roles)
+        self._elsewhere = elsewhere
         self._view = view
         self._recorders = list(recorders)
         self._view_period_ns = int(view_period_s * 1e9)
@@ -167,7 +169,7 @@ class Monitor:
         """Read every block now. At the end rates and shares are those of the whole session."""
         now = time.perf_counter_ns()
         if not final:  # by then the processes are gone: the last they used is remembered
-            self._pids = {name: block.pid for name, block in self._roles}
+            self._pids = {name: max(0, block.pid) for name, block in self._roles}
             self._processes.look(list(self._pids.values()), now)
         sums = self._sums()
         self._history.append((now, sums))
@@ -210,6 +212,7 @@ class Monitor:
             roles=tuple(self._role_view(role, sums[role], before.get(role, {})) for role in sums),
             replay=replay,
             learner=learner,
+            relay=sums.get("relay", {}),
             returns=self._episodes.returns(),
             evaluations=tuple(self._evaluations),
             messages=tuple(self._messages),
@@ -235,7 +238,8 @@ class Monitor:
         sums: dict[Role, dict[str, float]] = {}
         for _, block in self._roles:
             role = sums.setdefault(block.role, {})
-            for name, value in block.snapshot(self._processes.alive(block.pid)).items():
+            alive = block.pid == ELSEWHERE or self._processes.alive(block.pid)
+            for name, value in block.snapshot(alive).items():
                 if name in block.table.gauges:
                     role[name] = max(value, role.get(name, value))
                 else:
@@ -250,9 +254,11 @@ class Monitor:
         window = {n: max(0.0, s - before.get(f"phase/{n}", 0.0)) for n, s in totals.items()}
         pids = [self._pids.get(name, 0) for name, block in self._roles if block.role == role]
         phases, phases_total = _shares(window), _shares(totals)
+        there = sum(block.pid == ELSEWHERE for _, block in self._roles if block.role == role)
         return RoleView(
             role=role,
-            processes=len(pids),
+            processes=there if role in self._elsewhere else len(pids),
+            elsewhere=role in self._elsewhere,
             shares={n: sum(phases[p] for p in parts) for n, parts in table.shown_as.items()},
             shares_total={
                 n: sum(phases_total[p] for p in parts) for n, parts in table.shown_as.items()

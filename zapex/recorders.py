@@ -59,6 +59,9 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
         values["learner/samples_per_s"] = rates["samples"]
         values["learner/params_version"] = snapshot.learner["params_version"]
         values["learner/torn_rows"] = snapshot.learner["torn_rows"]
+    for name, value in snapshot.relay.items():
+        if not name.startswith(("phase/", "cpu/")):
+            values[f"relay/{name}"] = value
     for view in snapshot.roles:
         values[f"system/{view.role}_cpu_cores"] = view.cpu_cores
         values |= {f"comm/{view.role}_{name}": share for name, share in view.shares.items()}

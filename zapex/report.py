@@ -19,6 +19,7 @@ class RunFacts:
 
     Attributes:
         environment, preset: as the title says them.
+        part: what this host has of a run on several, in words; "": all of it.
         cores: how many the run may use.
         streams: environment streams of all actors together.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
@@ -33,6 +34,7 @@ class RunFacts:
 
     environment: str
     preset: str = ""
+    part: str = ""
     run_dir: Path | None = None
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     streams: int = 1
@@ -78,6 +80,7 @@ class RoleView:
     cpu_cores: float
     private_bytes: float
     silent: tuple[float, str]  # seconds since the last sign of life, of whom: the longest
+    elsewhere: bool = False  # on other hosts: processes are those heard of, cpu and memory unknown
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Snapshot:
     memory_bytes: float  # private memory of all, and the shared memory once
     host_cpu_share: float
     host_memory_bytes: float
+    relay: dict[str, float] = field(default_factory=dict)
 
     def role(self, role: Role) -> RoleView | None:
         return next((view for view in self.roles if view.role == role), None)

@@ -33,11 +33,11 @@ def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
         *_roles(snapshot, width, roomy),
         [],
         *_speed(snapshot),
-        *_replay(snapshot, width),
+        *(_replay(snapshot, width) if snapshot.replay else _relay(snapshot)),
         [],
         *_returns(snapshot, width),
         [],
-        *_learner(snapshot),
+        *(_learner(snapshot) if snapshot.learner else []),
         *_machine(snapshot),
     ]
     if len(lines) > height:
@@ -55,7 +55,7 @@ def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 def _title(snapshot: Snapshot, width: int) -> list[Line]:
     facts = snapshot.facts
     streams = f"{facts.streams} stream" + ("s" if facts.streams > 1 else "")
-    about = "".join(f" · {part}" for part in (facts.preset, streams) if part)
+    about = "".join(f" · {part}" for part in (facts.preset, streams, facts.part) if part)
     left: Line = [(" zapex ", f"{_STRONG} {_ACCENT}"), (f" {facts.environment}", _STRONG)]
     left.append((about, _QUIET))
     most = f" of {count(facts.max_frames)}" if facts.max_frames else ""
@@ -64,7 +64,8 @@ def _title(snapshot: Snapshot, width: int) -> list[Line]:
     right += [(clock(snapshot.wall_s), _STRONG), (limit + " ", _QUIET)]
     title = _spread(left, right, width)
     if snapshot.progress is None or snapshot.left_s is None:
-        return [title, [(" runs until stopped: Ctrl-C saves a checkpoint and ends it", _QUIET)]]
+        end = "saves a checkpoint and ends it" if snapshot.learner else "ends this host's part"
+        return [title, [(f" runs until stopped: Ctrl-C {end}", _QUIET)]]
     note = f" {snapshot.progress:4.0%}  {clock(snapshot.left_s)} left "
     cells = max(0, width - len(note) - 1)
     done = round(snapshot.progress * cells)
@@ -86,9 +87,10 @@ def _roles(snapshot: Snapshot, width: int, roomy: bool) -> list[Line]:
         line += _phase_bar(view, bar)
         line.append(("  ", ""))
         line += _phase_legend(view)
-        use: Line = [(f"{view.cpu_cores:.0%}", "")]
+        use: Line = [("-" if view.elsewhere else f"{view.cpu_cores:.0%}", "")]
         if wide:
-            use.append((f"{size(view.private_bytes):>10}", _QUIET))
+            memory = "elsewhere" if view.elsewhere else size(view.private_bytes)
+            use.append((f"{memory:>10}", _QUIET))
         lines.append(_spread(line, [*use, (" ", "")], width))
         if roomy and (inner := _inner_phases(view)):
             lines.append([(" " * (_LABEL + 1), ""), *inner])
@@ -113,6 +115,8 @@ def _phase_legend(view: RoleView) -> Line:
     seconds, name = view.silent
     if seconds > _SILENT_S:
         return [(f"{name} has been silent for {seconds:.0f} s", _BAD)]
+    if view.elsewhere and not view.processes:
+        return [("nobody there", _QUIET)]
     if not any(view.shares.values()):
         return [("starting", _QUIET)]
     spans: Line = []
@@ -152,9 +156,10 @@ def _speed(snapshot: Snapshot) -> list[Line]:
     values = [
         (f"{rates['frames']:,.0f}", "frames/s"),
         (f"{rates['steps']:,.0f}", "steps/s"),
-        (f"{batches:.{1 if batches < 100 else 0}f}", "batches/s"),
-        (count(rates["samples"]), "samples/s"),
     ]
+    if snapshot.learner:
+        values.append((f"{batches:.{1 if batches < 100 else 0}f}", "batches/s"))
+        values.append((count(rates["samples"]), "samples/s"))
     return [_label("speed", _values(values))]
 
 
@@ -178,6 +183,23 @@ def _replay(snapshot: Snapshot, width: int) -> list[Line]:
     return [_label("replay", first), _label("", second)]
 
 
+def _relay(snapshot: Snapshot) -> list[Line]:
+    relay = snapshot.relay
+    if not relay:
+        return []
+    values = [
+        (count(relay["acknowledged"]), "chunks"),
+        (count(relay["transitions"]), "transitions"),
+        (size(relay["bytes"]), "sent"),
+    ]
+    second = [
+        (f"{relay['unacknowledged']:.0f}", f"of {relay['slots']:.0f} slots not yet acknowledged"),
+        (count(relay["again"]), "sent again"),
+        (f"v{relay['params_version']:.0f}", "parameters"),
+    ]
+    return [_label("to replay", _values(values)), _label("", _values(second))]
+
+
 def _returns(snapshot: Snapshot, width: int) -> list[Line]:
     returns, facts = snapshot.returns, snapshot.facts
     if math.isnan(returns.all_mean):
@@ -191,6 +213,8 @@ def _returns(snapshot: Snapshot, width: int) -> list[Line]:
         for label, mean in returns.bands.items():
             bands += [(f"{label} ", _QUIET), (number(mean), ""), ("   ", "")]
         lines = [_label("return", first), _label("", bands)]
+    if not snapshot.role("evaluator"):
+        return lines
     evaluated: Line = []
     if snapshot.evaluations:
         last, best = snapshot.evaluations[-1], snapshot.best_evaluation

@@ -11,14 +11,15 @@ nobody:
     answers       replay -> learner     keys and leaf values; its head is the learner's release
     updates       learner -> replay     keys and priorities
     evaluations   evaluator -> parent   mean returns
-    parameters    learner -> everyone   the newest, in a mailbox
+    episodes      relay, replay, learner -> parent   finished episodes, of all hosts as far as known
+    notices       relay, replay, learner -> parent   what a user should know of the network
+    parameters    learner -> everyone   the newest, in a mailbox; of an actor host, from its relay
     lives         parent -> everyone    the incarnation of each role, 0 while it is dead
     sleeping      a word for each role  1 while it waits on its eventfd
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -28,25 +29,17 @@ from zapex.atomics import load_acquire, store_release
 from zapex.batch import Batch
 from zapex.chunk_store import NO_KEY, ChunkStore
 from zapex.errors import PeerError
+from zapex.host_plan import GRANT, OVER_BYTES, STRIDE_WORDS, HostPlan
 from zapex.idle import Waker
 from zapex.jit import kernel
-from zapex.metrics import EPISODE, Role, RoleMetrics
-from zapex.replay import Draw, ReplayLayout, importance_weights
-from zapex.schema import align
+from zapex.metrics import Role, RoleMetrics
+from zapex.replay import Draw, importance_weights
 from zapex.shm_mailbox import Mailbox
 from zapex.shm_ring import ShmRing
 from zapex.shm_segment import map_ahead
 from zapex.transport import Life, Sampled
 
-_GRANT = np.dtype([("slot", np.int64), ("incarnation", np.int64)])
-EVALUATION_FIELDS = ("steps", "frames", "wall_s")
-_EPISODES = 1024
-_STRIDE_WORDS = 16  # two cache lines for each hot word
 _UNKNOWN = -1  # no incarnation, and not "dead"
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 @kernel
@@ -57,101 +50,6 @@ def _load_word_kernel(words: Any, i: int) -> int:
 @kernel
 def _store_word_kernel(words: Any, i: int, value: int) -> None:
     store_release(words, i, value)
-
-
-@dataclass(frozen=True)
-class HostPlan:
-    """Who is on the host and how large their messages are: both sides lay out memory by it."""
-
-    replay: ReplayLayout
-    actors: int
-    envs_per_actor: int
-    batch_size: int
-    prefetch: int
-    parameter_bytes: int
-    beta: float
-    eval_episodes: int
-
-    @property
-    def evaluation_dtype(self) -> np.dtype[Any]:
-        """One evaluation: the returns of its games, and when it was in the run."""
-        returns = ("returns", np.float64, (self.eval_episodes,))
-        numbers = [(name, np.float64) for name in EVALUATION_FIELDS]
-        return np.dtype([returns, ("params_version", np.int64), *numbers])
-
-    @property
-    def answer_dtype(self) -> np.dtype[Any]:
-        """One sampled batch: what a learner needs to gather it and to weigh it."""
-        rows = (self.batch_size,)
-        return np.dtype(
-            [("total", np.float64), ("live", np.int64), ("smallest", np.float64),
-             ("keys", np.int64, rows), ("indices", np.int64, rows), ("leaves", np.float64, rows)]
-        )  # fmt: skip
-
-    @property
-    def update_dtype(self) -> np.dtype[Any]:
-        """New priorities of one batch."""
-        rows = (self.batch_size,)
-        fields = [("keys", np.int64, rows), ("priorities", np.float32, rows)]
-        return np.dtype(fields, align=True)
-
-    @property
-    def roles(self) -> list[tuple[str, Role]]:
-        """Every process: its name and its role."""
-        actors: list[tuple[str, Role]] = [(f"actor {i}", "actor") for i in range(self.actors)]
-        return [*actors, ("replay", "replay"), ("learner", "learner"), ("evaluator", "evaluator")]
-
-    def role_index(self, name: str) -> int:
-        """The place of a process among the words that each has one of."""
-        return [known for known, _ in self.roles].index(name)
-
-    @cached_property
-    def rings(self) -> dict[str, tuple[int, np.dtype[Any]]]:
-        """Capacity and record of each ring."""
-        credit = _power_of_two(2 * self.envs_per_actor + 1)
-        # Twice the credit: a life's unread grants stay in the ring when it dies.
-        rings: dict[str, tuple[int, np.dtype[Any]]] = {}
-        for i in range(self.actors):
-            rings[f"commits {i}"] = (2 * credit, np.dtype(np.int64))
-            rings[f"grants {i}"] = (4 * credit, _GRANT)
-            rings[f"episodes {i}"] = (_EPISODES, EPISODE)
-        window = _power_of_two(self.prefetch)
-        rings["requests"] = (2 * window, np.dtype(np.int64))
-        rings["answers"] = (2 * window, self.answer_dtype)
-        rings["updates"] = (16, self.update_dtype)
-        rings["evaluations"] = (64, self.evaluation_dtype)
-        return rings
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        places: dict[str, tuple[int, int]] = {}
-        at = 0
-
-        def place(name: str, nbytes: int) -> None:
-            nonlocal at
-            places[name] = (at, nbytes)
-            at = align(at + nbytes, 128)
-
-        words = len(self.roles) * _STRIDE_WORDS * 8
-        place("lives", words)
-        place("sleeping", words)
-        for name, (capacity, dtype) in self.rings.items():
-            place(f"ring {name}", ShmRing.required_bytes(capacity, dtype))
-        for name, _ in self.roles:
-            place(f"metrics {name}", RoleMetrics.required_bytes())
-        place("parameters", Mailbox.required_bytes(self.parameter_bytes))
-        places[""] = (at, 0)
-        return places
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block."""
-        return self._places[""][0]
-
-    def place(self, memory: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
-        """The part of the block called `name`."""
-        start, nbytes = self._places[name]
-        return memory[start : start + nbytes]
 
 
 @dataclass(frozen=True)
@@ -169,7 +67,7 @@ class Host:
         if self.create:
             for name in self.plan.rings:
                 self.ring(name)
-            for name, role in self.plan.roles:
+            for name, role in self.plan.roles + self.plan.elsewhere:
                 RoleMetrics(self.plan.place(self.control, f"metrics {name}"), role, create=True)
             self._mailbox(create=True)
 
@@ -187,7 +85,7 @@ class Host:
 
     def metrics(self, name: str) -> RoleMetrics:
         """The metrics words of a process."""
-        role: Role = dict(self.plan.roles)[name]
+        role: Role = dict(self.plan.roles + self.plan.elsewhere)[name]
         assert role in get_args(Role)
         return RoleMetrics(self.plan.place(self.control, f"metrics {name}"), role, create=False)
 
@@ -197,13 +95,28 @@ class Host:
 
     def life(self, name: str) -> int:
         """The incarnation of a process, 0 while it is dead."""
-        return _load_word_kernel(self._lives, self.plan.role_index(name) * _STRIDE_WORDS)
+        return _load_word_kernel(self._lives, self.plan.role_index(name) * STRIDE_WORDS)
 
     def set_life(self, name: str, incarnation: int) -> None:
         """The parent's: a process began (its incarnation) or is dead for sure (0)."""
         index = self.plan.role_index(name)
-        _store_word_kernel(self._lives, index * _STRIDE_WORDS, incarnation)
-        self.waker("replay").wake()
+        _store_word_kernel(self._lives, index * STRIDE_WORDS, incarnation)
+        if self.plan.intake:
+            self.waker(self.plan.intake).wake()
+
+    def part_of(self, name: str) -> NDArray[np.uint8]:
+        """A place of the control block that this class knows nothing about, by its name."""
+        return self.plan.place(self.control, name)
+
+    @property
+    def over(self) -> str:
+        """Why the run has ended, from the parent to the learner; "" while it goes on."""
+        return bytes(self.part_of("over")).rstrip(b"\0").decode(errors="replace")
+
+    def set_over(self, text: str) -> None:
+        """The parent's: the run has ended, and why."""
+        data = text.encode()[:OVER_BYTES]
+        self.part_of("over")[: len(data)] = np.frombuffer(data, np.uint8)
 
     @property
     def sleeping(self) -> NDArray[np.int64]:
@@ -212,7 +125,7 @@ class Host:
 
     def sleeping_word(self, name: str) -> int:
         """The index of a process's word in `sleeping`."""
-        return self.plan.role_index(name) * _STRIDE_WORDS
+        return self.plan.role_index(name) * STRIDE_WORDS
 
     def waker(self, name: str) -> Waker:
         """Wakes a process."""
@@ -259,7 +172,7 @@ class ShmExperienceSink:
         self._streams = host.plan.envs_per_actor
         self._grants = host.ring(f"grants {actor}").consumer()
         self._commits = host.ring(f"commits {actor}").producer()
-        self._replay = host.waker("replay")
+        self._intake = host.waker(host.plan.intake)
 
     def ready(self) -> bool:
         """There may be slots to claim."""
@@ -289,7 +202,7 @@ class ShmExperienceSink:
         if len(slots):
             if not self._commits.try_offer(slots):
                 raise PeerError("the ring of commits is full: it is larger than all credit")
-            self._replay.wake()
+            self._intake.wake()
 
 
 class ShmExperienceSource:
@@ -302,7 +215,7 @@ class ShmExperienceSource:
         self._commits = [host.ring(f"commits {i}").consumer() for i in range(plan.actors)]
         self._grants = [host.ring(f"grants {i}").producer() for i in range(plan.actors)]
         self._wakers = [host.waker(f"actor {i}") for i in range(plan.actors)]
-        self._words = [plan.role_index(f"actor {i}") * _STRIDE_WORDS for i in range(plan.actors)]
+        self._words = [plan.role_index(f"actor {i}") * STRIDE_WORDS for i in range(plan.actors)]
         self._lives = host._lives
 
     def ready(self) -> bool:
@@ -338,7 +251,7 @@ class ShmExperienceSource:
 
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
         """Give free slots to that life of the actor."""
-        records = np.empty(len(slots), _GRANT)
+        records = np.empty(len(slots), GRANT)
         records["slot"], records["incarnation"] = slots, incarnation
         if not self._grants[actor].try_offer(records):
             raise PeerError(f"actor {actor} does not take its grants: the ring is full")
@@ -416,7 +329,7 @@ class ShmSampleSink:
         self._updates = host.ring("updates").consumer()
         self._learner = host.waker("learner")
         self._lives = host._lives
-        self._learner_word = host.plan.role_index("learner") * _STRIDE_WORDS
+        self._learner_word = host.plan.role_index("learner") * STRIDE_WORDS
         # Answer n is request n's: a former life that died between the two stores of `answer` left
         # a request that is answered. Answered twice, it would be one batch too many under way.
         answered = self.issued - self._requests.ring.head

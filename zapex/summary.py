@@ -52,10 +52,47 @@ def summary(
             lines.append(_line("curve", str(curve)))
         if saved:
             lines.append(_command("watch", f"zapex eval {run} --episodes 5 --video game.mp4"))
-            lines.append(_command("go on", f"zapex train --resume {run}"))
+            command = "learner" if facts.part else "train"
+            lines.append(_command("go on", f"zapex {command} --resume {run}"))
         else:
             lines.append(_line("", "it ended before there was anything to save"))
         lines.append(_command("inspect", f"tensorboard --logdir {run}"))
+    return lines
+
+
+def summary_of_part(snapshot: Snapshot, reason: str) -> list[Line]:
+    """The closing lines of an actor host or of the replay's: what this host did."""
+    facts, totals = snapshot.facts, snapshot.totals
+    lines: list[Line] = [
+        [(f" {facts.environment}, {facts.part}", _STRONG), (f"  {reason}", "")],
+        _line(
+            "played",
+            f"{count(totals['frames'])} frames, {count(totals['episodes'])} games "
+            f"in {clock(snapshot.wall_s)}; {count(snapshot.rates['frames'])} frames/s",
+        ),
+    ]
+    relay = snapshot.relay
+    if relay:
+        lost = int(relay["unacknowledged"])
+        lines.append(
+            _line(
+                "sent",
+                f"{count(relay['transitions'])} transitions in {count(relay['acknowledged'])} "
+                f"chunks, {size(relay['bytes'])}; {count(relay['again'])} sent again, "
+                f"{lost} given up unsent",
+            )
+        )
+    if snapshot.replay:
+        lines.append(
+            _line(
+                "replay",
+                f"{count(snapshot.replay['inserted'])} transitions taken in, "
+                f"{count(snapshot.replay['batches'])} batches sampled, "
+                f"{snapshot.stale_share:.1%} of the priorities came too late",
+            )
+        )
+        lines.append(_line("memory", _memory(snapshot)))
+    lines.append(_line("run", str(facts.run_dir)))
     return lines
 
 

@@ -121,8 +121,11 @@ def status_line(snapshot: Snapshot) -> str:
         clock(snapshot.wall_s),
         f"{count(totals['frames'])} frames ({count(rates['frames'])}/s)",
         f"{count(rates['steps'])} steps/s",
-        f"{rates['batches']:.1f} batches/s",
     ]
+    if snapshot.learner:
+        parts.append(f"{rates['batches']:.1f} batches/s")
+    if snapshot.relay:
+        parts.append(f"{count(snapshot.relay['acknowledged'])} chunks sent")
     if capacity := snapshot.replay.get("capacity"):
         parts.append(f"replay {snapshot.replay['live'] / capacity:.0%}")
     if not math.isnan(returns.all_mean):
@@ -131,7 +134,7 @@ def status_line(snapshot: Snapshot) -> str:
         parts.append(f"greedy {number(returns.greedy_mean)}")
     if snapshot.evaluations:
         parts.append(f"evaluated {number(snapshot.evaluations[-1].mean)}")
-    if totals["batches"]:
+    if snapshot.learner.get("batches"):
         parts.append(f"loss {number(snapshot.learner['loss'])}")
     if snapshot.left_s is not None:
         parts.append(f"{clock(snapshot.left_s)} left")

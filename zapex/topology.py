@@ -3,136 +3,16 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from zapex.agent.architecture import parameter_count
-from zapex.config import Config
-from zapex.environments import EnvironmentSpec
-from zapex.rate_limiter import LimiterConfig
-from zapex.replay import PrioritizedReplay, ReplayLayout
+from zapex.host_plan import EVALUATION_FIELDS
+from zapex.replay import PrioritizedReplay
+from zapex.run import NOT_ACTORS, Clock, DutyCycle, Run
 from zapex.schema import BatchLayout
-from zapex.shm_transport import EVALUATION_FIELDS, Host, HostPlan
-
-if TYPE_CHECKING:
-    from zapex.agent.learning import DQN
-    from zapex.agent.networks import DuelingNetwork
-
-_WARM_UP_STREAM = 1 << 32  # random streams of the roles that are not actors start here
-
-
-class DutyCycle(Protocol):
-    """What every role is."""
-
-    def do_work(self) -> int:
-        """Do what there is to do without waiting; how much it was."""
-
-    def ready(self) -> bool:
-        """Something to do may have come."""
-
-    def close(self) -> None:
-        """Asked to end: save what there is to save."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run on one host: what each process is told."""
-
-    config: Config
-    spec: EnvironmentSpec
-    run_dir: Path
-    steps_before: int = 0  # of the run's earlier lives
-
-    @property
-    def plan(self) -> HostPlan:
-        """The layout of the shared memory."""
-        config, spec = self.config, self.spec
-        layout = ReplayLayout(
-            spec.schema(config.replay.n_step, config.replay.gamma),
-            config.replay.capacity,
-            config.streams,
-            config.chunk_transitions,
-        )
-        parameters = parameter_count(
-            spec.observation_shape,
-            np.dtype(spec.observation_dtype),
-            spec.num_actions,
-            config.learner.hidden,
-            config.learner.channels,
-        )
-        return HostPlan(
-            replay=layout,
-            actors=config.actor.actors,
-            envs_per_actor=config.actor.envs_per_actor,
-            batch_size=config.learner.batch_size,
-            prefetch=config.replay.prefetch,
-            parameter_bytes=4 * parameters,
-            beta=config.replay.beta,
-            eval_episodes=config.evaluator.eval_episodes,
-        )
-
-    @property
-    def limiter(self) -> LimiterConfig:
-        """The samples-per-insert limiter's settings."""
-        config = self.config
-        return LimiterConfig(
-            samples_per_insert=config.replay.samples_per_insert,
-            tolerance=config.limiter_tolerance,
-            min_size=config.replay.learning_starts,
-            capacity=config.replay.capacity,
-            grant=config.actor.envs_per_actor * config.chunk_transitions,
-            batch=config.learner.batch_size,
-        )
-
-    def network(self, device: str = "cpu") -> "DuelingNetwork":
-        """A network with the run's seed."""
-        from zapex.agent import networks
-
-        spec, learner = self.spec, self.config.learner
-        return networks.build(
-            spec.observation_shape,
-            np.dtype(spec.observation_dtype),
-            spec.num_actions,
-            learner.hidden,
-            channels=learner.channels,
-            precision=learner.precision,
-            device=device,
-            seed=self.config.run.seed,
-        )
-
-    def dqn(self) -> "DQN":
-        """The learner's networks and optimiser, fresh."""
-        from zapex.agent.learning import DQN
-
-        learner = self.config.learner
-        return DQN(
-            self.network(learner.device),
-            lr=learner.lr,
-            optimiser=learner.optimiser,
-            rmsprop_decay=learner.rmsprop_decay,
-            optimiser_eps=learner.optimiser_eps,
-            loss=learner.loss,
-            max_grad_norm=learner.max_grad_norm,
-            target_period=learner.target_period,
-        )
-
-    def seed(self, *part: int) -> np.random.SeedSequence:
-        """Independent randomness for each part of the run, and for each of its lives."""
-        return np.random.SeedSequence([self.config.run.seed, self.steps_before, *part])
-
-
-@dataclass(frozen=True)
-class Clock:
-    """What time it is: real, or counted in duty cycles where a run must repeat bit for bit."""
-
-    now_ns: Callable[[], int] = time.perf_counter_ns
-
-    def now_s(self) -> float:
-        """Seconds, of an origin of its own."""
-        return self.now_ns() / 1e9
+from zapex.shm_transport import Host
+from zapex.transport import ExperienceSource, ParameterSink, SampleSink, SampleSource
 
 
 def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock) -> DutyCycle:
@@ -141,7 +21,7 @@ def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock)
 
     config, spec = run.config, run.spec
     size = config.actor.envs_per_actor
-    first = actor * size
+    first = run.number(actor) * size
     # A restarted actor must not play its former life's games again.
     life = [incarnation] if actor_restarted(host, actor) else []
     environments, actions = run.seed(first, *life).spawn(2)
@@ -161,7 +41,7 @@ def make_actor(run: Run, host: Host, actor: int, incarnation: int, clock: Clock)
     from zapex.roles.actor import Actor
 
     torch.set_num_threads(config.actor.actor_threads)
-    ladder = epsilon_ladder(config.streams, config.actor.eps_base, config.actor.eps_alpha)
+    ladder = epsilon_ladder(run.streams, config.actor.eps_base, config.actor.eps_alpha)
     sink = host.experience_sink(actor, incarnation)
     builder = ChunkBuilder(
         sink.store,
@@ -214,24 +94,36 @@ def actor_restarted(host: Host, actor: int) -> bool:
     return host.metrics(f"actor {actor}").snapshot(alive=False)["steps"] > 0
 
 
-def make_replay(run: Run, host: Host) -> DutyCycle:
-    """The replay server's role; it goes on with whatever the memory holds."""
-    from zapex.intake import Intake
-    from zapex.roles.replay_server import ReplayServer
-
-    config = run.config.replay
-    layout = host.plan.replay
-    replay = PrioritizedReplay(
+def make_memory(run: Run, host: Host) -> PrioritizedReplay:
+    """The replay itself, over whatever the memory holds."""
+    config, layout = run.config.replay, host.plan.replay
+    return PrioritizedReplay(
         layout.capacity,
         layout.schema,
         config.alpha,
         config.priority_eps,
-        seed=int(run.seed(_WARM_UP_STREAM).generate_state(1)[0]),
+        seed=int(run.seed(NOT_ACTORS).generate_state(1)[0]),
         streams=layout.streams,
         chunk=layout.chunk,
         buffer=host.experience,
     )
-    source, sink = host.experience_source(), host.sample_sink()
+
+
+def make_replay(
+    run: Run,
+    host: Host,
+    replay: PrioritizedReplay | None = None,
+    source: ExperienceSource | None = None,
+    sink: SampleSink | None = None,
+) -> DutyCycle:
+    """The replay server's role; source, sink: None where actors and learner are on this host."""
+    from zapex.intake import Intake
+    from zapex.roles.replay_server import ReplayServer
+
+    if replay is None:
+        replay = make_memory(run, host)
+    if source is None or sink is None:
+        source, sink = host.experience_source(), host.sample_sink()
     intake = Intake(
         source,
         replay,
@@ -246,14 +138,22 @@ def make_replay(run: Run, host: Host) -> DutyCycle:
         sink,
         host.metrics("replay"),
         batch_size=host.plan.batch_size,
-        method=config.sampling,
+        method=run.config.replay.sampling,
     )
 
 
 def make_learner(
-    run: Run, host: Host, clock: Clock, totals: "Callable[[], dict[str, float]]"
+    run: Run,
+    host: Host,
+    clock: Clock,
+    totals: "Callable[[], dict[str, float]]",
+    source: SampleSource | None = None,
+    sink: ParameterSink | None = None,
 ) -> DutyCycle:
-    """The learner's role, from the newest checkpoint, or else from what was last published."""
+    """The learner's role, from the newest checkpoint, or else from what was last published.
+
+    source, sink: None where the replay is on this host.
+    """
     import torch
 
     from zapex.batch import Batch
@@ -282,8 +182,8 @@ def make_learner(
     layout = BatchLayout(host.plan.replay.schema, host.plan.batch_size, channels_last=not cuda)
     return Learner(
         dqn,
-        host.sample_source(),
-        host.parameter_sink(),
+        source or host.sample_source(),
+        sink or host.parameter_sink(),
         Batch.empty(layout, pin_memory=cuda),
         host.metrics("learner"),
         checkpoints,
@@ -314,7 +214,7 @@ def make_evaluator(
         lambda: streams.make(
             spec,
             min(config.evaluator.eval_episodes, MAX_STREAMS),
-            seed=int(run.seed(_WARM_UP_STREAM + 1).generate_state(1)[0]),
+            seed=int(run.seed(NOT_ACTORS + 1).generate_state(1)[0]),
             max_episode_frames=config.env.max_episode_frames,
             noop_max=config.evaluator.eval_noop_max,
         ),
@@ -346,7 +246,8 @@ def totals_of(
     host: Host, base: dict[str, float], started_ns: int
 ) -> Callable[[], dict[str, float]]:
     """Counters of the whole run, its earlier lives included: what a checkpoint stores."""
-    roles = [(role, host.metrics(name)) for name, role in host.plan.roles]
+    everybody = host.plan.roles + host.plan.elsewhere
+    roles = [(role, host.metrics(name)) for name, role in everybody]
 
     def look() -> dict[str, float]:
         totals = dict(base)

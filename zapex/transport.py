@@ -45,6 +45,26 @@ class ExperienceSink(Protocol):
         """Hand over chunks that are whole (state COMMITTED), in their order."""
 
 
+class ChunkLink(Protocol):
+    """Where a relay sends what a host's actors have committed."""
+
+    counts: dict[str, int]
+    """chunks and bytes sent, acknowledged, again (sent a second time); of this life."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Chunks that the replay may not have yet."""
+
+    def offer(self, slots: Sequence[int]) -> None:
+        """Whole chunks; they stay in their slots until `take_freed` names these."""
+
+    def take_freed(self) -> list[int]:
+        """Slots whose chunks have arrived and that nobody reads any more."""
+
+    def do_work(self) -> int:
+        """Send what may be sent; how many chunks."""
+
+
 class ParameterSource(Protocol):
     """Where an actor or evaluator gets parameters."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from zapex import messages
-from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused
+from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
 from zapex.message_header import Form, Kind
 from zapex.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
 from zapex.zmq_socket import Security, connect, receive, send
@@ -29,6 +29,7 @@ class ZmqLink:
     None only to ask what the run is like (`open` and `welcome`, and no more).
 
     Raises Refused or Fenced, out of `do_work`, when the replay does not want this client any more.
+    over: why the run has ended; "" while it goes on.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ZmqLink:
     ) -> None:
         self.url, self.form = url, form
         self.welcome: Welcome | None = None
+        self.over = ""
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
         self.on_welcome: list[Callable[[Welcome, int], None]] = []
         self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent"), 0)
@@ -68,10 +70,15 @@ class ZmqLink:
             self._poller.register(socket, zmq.POLLIN)
 
     def open(self, timeout_s: float) -> Welcome:
-        """Wait until both connections are welcome. Raises PeerTimeout, Refused, Fenced."""
+        """Wait until both connections are welcome.
+
+        Raises PeerTimeout, Refused, Fenced, and RunOver where the replay is about to end.
+        """
 
         def opened() -> bool:
             self.do_work()
+            if self.over:
+                raise RunOver(self.over)
             return self.is_open
 
         if not self.wait(opened, timeout_s):
@@ -92,6 +99,11 @@ class ZmqLink:
             return ""
         why = f": {self._problem}" if self._problem else ""
         return f"waiting for the replay at {self.url} for {silent_s:.0f} s{why}"
+
+    @property
+    def fds(self) -> list[int]:
+        """Become readable when something may have come; `ready` must be asked after that."""
+        return [int(socket.getsockopt(zmq.FD)) for socket in self._sockets]
 
     def send(self, channel: int, message: Any) -> Any | None:
         """Send without waiting: a tracker (its `done`: the parts are free), or None: not now."""
@@ -181,6 +193,9 @@ class ZmqLink:
     def _fault(self, channel: int, error: Error) -> None:
         if error.fault == Fault.FENCED:
             raise Fenced(error.text)
+        if error.fault == Fault.OVER:
+            self.over = error.text
+            return
         if error.fault == Fault.REFUSED:
             raise Refused(f"the replay at {self.url} refuses: {error.text}")
         if error.fault == Fault.HELLO_FIRST:
@@ -192,9 +207,9 @@ class ZmqLink:
         else:
             self.counts["bad"] += 1
 
-    def close(self, *, bye: bool = False) -> None:
+    def close(self, *, bye: Bye | None = None) -> None:
         """Hang up; with `bye` the replay gives this host's actor numbers to others."""
-        if bye and self._send(SMALL, Bye()) is not None:
+        if bye is not None and self._send(SMALL, bye) is not None:
             self._sockets[SMALL].linger = 500
         for socket in self._sockets:
             socket.close()

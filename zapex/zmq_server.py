@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zapex import messages
 from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
 from zapex.message_header import Form, Kind
-from zapex.messages import ACTOR_STATE, Error, Fault, Hello, Welcome
+from zapex.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.roster import Roster
 from zapex.zmq_socket import Gatekeeper, Security, listen, receive, send
 
@@ -94,6 +94,7 @@ class ZmqServer:
             self._context.destroy(linger=0)
             raise
         self.url = self._socket.last_endpoint.decode()
+        self.over = ""  # why the run has ended, from the learner
         self._sessions: dict[tuple[str, int], Session] = {}
         self._routes: dict[bytes, tuple[Session, int]] = {}
         self._started_s = self._errors_s = clock_s()
@@ -133,6 +134,11 @@ class ZmqServer:
         """ACTOR_STATE records as they are now."""
         states = [(a, *self.roster.state(a), self.credit_bytes(a)) for a in actors]
         return np.array(states, ACTOR_STATE)
+
+    @property
+    def fds(self) -> list[int]:
+        """Become readable when something may have come; `ready` must be asked after that."""
+        return [int(s.getsockopt(zmq.FD)) for s in (self._socket, self._gate.socket)]
 
     def ready(self) -> bool:
         """Something has come in."""
@@ -221,9 +227,9 @@ class ZmqServer:
     # Coming and going.
 
     def _hello(self, route: bytes, frame: Any, hello: Hello) -> None:
-        fault = self._objection(frame, hello)
+        fault = (Fault.OVER, self.over) if self.over else self._objection(frame, hello)
         if fault is not None:
-            self.counts["fenced" if fault[0] == Fault.FENCED else "refused"] += 1
+            self.counts["fenced" if fault[0] == Fault.FENCED else "refused"] += not self.over
             self._answer_error(route, *fault)
             return
         session = self._session(hello)
@@ -314,8 +320,10 @@ class ZmqServer:
         gone = set() if young else hosts - there - {session.host}
         return self.roster.assign(session.host, count, sorted(gone))
 
-    def _bye(self, session: Session, message: Any) -> None:
+    def _bye(self, session: Session, message: Bye) -> None:
         self._drop(session)
         self._sessions = {k: s for k, s in self._sessions.items() if s is not session}
         if session.role == "relay":
             self.roster.release(session.host)
+        if session.role == "learner":
+            self.over = message.over

@@ -30,11 +30,12 @@ from zapex.child import Order
 from zapex.config import Config
 from zapex.environments import EnvironmentSpec
 from zapex.nstep import ChunkBuilder
+from zapex.run import Run
 from zapex.schema import COUNT, LIVE, STATE, BatchLayout
 from zapex.shm_segment import Segment
 from zapex.shm_transport import Host
 from zapex.supervisor import Died, ProcessSpec, Started, Supervisor
-from zapex.topology import Run, make_replay, thread_environment
+from zapex.topology import make_replay, thread_environment
 
 STREAMS = 64
 BATCH = 512

@@ -31,6 +31,7 @@ from benchmarks.train_run import START_S, TrainRun
 from tests.fake_system import Moment
 from tests.stress.marked_env import check_row, game_of
 from zapex import environments
+from zapex.run import Run
 from zapex.schema import (
     ACTOR,
     COMMIT_SEQUENCE,
@@ -43,7 +44,6 @@ from zapex.schema import (
     STATE,
 )
 from zapex.shm_transport import Host
-from zapex.topology import Run
 
 ENV = "tests.stress.marked_env:marked"
 RUN = (

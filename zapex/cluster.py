@@ -1,0 +1,180 @@
+"""`zapex replay`, `zapex actor`, `zapex learner`: one run on several hosts, a parent on each."""
+
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from zapex import checkpoint, recorders
+from zapex.config import Config
+from zapex.environments import EnvironmentSpec
+from zapex.errors import CheckpointError, ConfigError, Fenced, PeerTimeout, Refused, RunOver
+from zapex.host_plan import FENCED, NEWS, OVER
+from zapex.hosts import KEY_OF, security_of
+from zapex.launch import Session
+from zapex.messages import Welcome
+from zapex.monitor import Monitor
+from zapex.run import Place, Run
+from zapex.shm_transport import Host
+from zapex.zmq_client import ZmqLink
+
+_PATIENCE_S = 3.0  # until the first word of whom we wait for
+_REMINDER_S = 30.0
+
+
+@dataclass
+class PartSession(Session):
+    """One life of this host's part of a run. `again`: it must join the run anew."""
+
+    again: bool = field(default=False, init=False)
+
+    def _part_in_words(self) -> str:
+        place = self.run.place
+        assert place is not None
+        where = "at" if place.part == "replay" else "of the replay at"
+        return f"{place.part} {where} {place.url}"
+
+    def _look_after(self, host: Host, monitor: Monitor) -> None:
+        """What the role with the link has to say."""
+        consumer = host.ring("notices").consumer()
+        for record in consumer.take(consumer.ring.capacity):
+            kind, text = int(record["kind"]), bytes(record["text"]).decode(errors="replace")
+            if kind == NEWS:
+                monitor.message(text)
+            else:
+                self._obey(kind, text)
+
+    def _obey(self, kind: int, text: str) -> None:
+        if self.reason:
+            return
+        if kind == OVER:
+            self.reason = f"the run is over: {text}"
+        elif kind == FENCED and self.plan.part == "actor":
+            self.again = True
+            self.reason = f"{text}: joining again"
+        else:
+            self.failed = True
+            self.reason = text
+
+    def _ended(self, name: str, host: Host, monitor: Monitor) -> None:
+        self._look_after(host, monitor)  # its last words
+        if not self.reason:
+            self.reason = f"{name} ended without a word: look into {self.run.run_dir}/logs"
+            self.failed = True
+
+
+def replay(config: Config, spec: EnvironmentSpec, place: Place) -> int:
+    """Own the memory and serve it at `place.url` until stopped, or until the run is over."""
+    security_of(place).check(place.url, "--listen")
+    _check_free(place.url)
+    run = Run(config, spec, Path(config.run.run_dir), place=place)
+    _make_directory(run)
+    return PartSession(run).run_processes()
+
+
+def _check_free(url: str) -> None:
+    """Raises ConfigError for an address that the role could not have; it would try for long."""
+    parts = urlsplit(url)
+    if parts.scheme != "tcp":
+        return
+    if not parts.port:
+        raise ConfigError(
+            f"--listen {url} needs a port of its own: after a crash the others look for it there"
+        )
+    host = str(parts.hostname)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("" if host == "*" else host, parts.port))
+    except OSError as error:
+        raise ConfigError(f"--listen {url} cannot be had: {error.strerror}") from None
+
+
+def actor(config: Config, spec: EnvironmentSpec, place: Place) -> int:
+    """Play on this host until stopped, or until the run is over.
+
+    Where the replay has begun anew, or has given this host's actor numbers to another, the host
+    joins once more, as a new one.
+    """
+    run = _joined(Run(config, spec, Path(config.run.run_dir), place=place))
+    _make_directory(run)
+    while True:
+        session = PartSession(run)
+        code = session.run_processes()
+        if not session.again:
+            return code
+        run = _joined(run)
+
+
+def learner(config: Config, spec: EnvironmentSpec, place: Place) -> int:
+    """Train on what the replay samples, until a limit is reached: that ends the whole run."""
+    resume = config.run.resume
+    run = Run(config, spec, Path(resume or config.run.run_dir), place=place)
+    if resume and checkpoint.latest(run.run_dir) is None:
+        raise CheckpointError(f"{run.run_dir} has no checkpoint to go on from")
+    run = _joined(run)
+    base = recorders.read_base(run.run_dir) if resume else {}
+    _make_directory(run, exists=bool(resume))
+    run = replace(run, steps_before=int(base.get("steps", 0)))
+    return PartSession(run, base).run_processes()
+
+
+def _make_directory(run: Run, *, exists: bool = False) -> None:
+    run.run_dir.mkdir(parents=True, exist_ok=exists)
+    (run.run_dir / "config.toml").write_text(run.config.to_toml(), encoding="utf-8")
+
+
+def _joined(run: Run) -> Run:
+    """The run, with what the replay said of it: numbers, chunk length, epoch.
+
+    Waits for the replay as long as it takes, and says so; ends at once where it refuses.
+    Raises ConfigError.
+    """
+    place = run.place
+    assert place is not None
+    place = replace(place, host=secrets.randbits(62) + 1)
+    role = KEY_OF[place.part]
+    security = security_of(place)
+    security.check(place.url, "--replay")
+    actors = run.config.actor.actors if place.part == "actor" else 0
+    schema = run.spec.schema(run.config.replay.n_step, run.config.replay.gamma)
+    link = ZmqLink(
+        place.url, role, place.host, time.time_ns(), None, run.config.shared(), security,
+        schema_hash=schema.hash, actors=actors,
+    )  # fmt: skip
+    try:
+        welcome = _welcome(link)
+    except Fenced as error:
+        raise ConfigError(f"{error}: is its clock ahead of this one's?") from None
+    except Refused as error:
+        raise ConfigError(f"{error}; give all commands of a run the same --config") from None
+    except RunOver as error:
+        raise ConfigError(f"the run at {place.url} is over: {error}") from None
+    finally:
+        link.close()
+    return replace(
+        run,
+        place=replace(
+            place,
+            numbers=tuple(welcome.actors["actor"].tolist()),
+            total_actors=welcome.total_actors,
+            chunk=welcome.chunk,
+            epoch=welcome.epoch,
+        ),
+    )
+
+
+def _welcome(link: ZmqLink) -> Welcome:
+    """The replay's first answer, however long it takes."""
+    began_s, due_s = time.monotonic(), _PATIENCE_S
+    while True:
+        try:
+            return link.open(1.0)
+        except PeerTimeout:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= due_s:
+                due_s = waited_s + _REMINDER_S
+                print(link.waiting or f"waiting for the replay at {link.url}", flush=True)
