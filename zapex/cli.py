@@ -205,6 +205,12 @@ def _config(args: list[str]) -> int:
     return 0
 
 
+def _demo(args: list[str]) -> int:
+    from zapex import demo
+
+    return demo.command(args)
+
+
 def _bench(args: list[str]) -> int:
     """Benchmarks compare with other libraries and write results of this machine: they are part of
     the source tree, not of the wheel."""
@@ -237,6 +243,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "learner": (cli_hosts.learner, "one run on many hosts: learn, evaluate, end it"),
     "keygen": (cli_hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
     "doctor": (_doctor, "say whether this machine has what a run needs"),
+    "demo": (_demo, "watch a run whose processes are killed: zapex demo kill"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine, from the source tree"),
 }

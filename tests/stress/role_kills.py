@@ -11,19 +11,15 @@ all, from its first step on, without a gap and none twice.
 import argparse
 import contextlib
 import json
-import mmap
-import os
 import random
 import signal
 import sys
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from benchmarks._harness import add_json, percentiles
@@ -31,19 +27,9 @@ from benchmarks.train_run import START_S, TrainRun
 from tests.fake_system import Moment
 from tests.stress.marked_env import check_row, game_of
 from zapex import environments
+from zapex.audit import ChunkAudit, attach
 from zapex.run import Run
-from zapex.schema import (
-    ACTOR,
-    COMMIT_SEQUENCE,
-    COUNT,
-    GENERATION,
-    GRANTED,
-    INCARNATION,
-    LIVE,
-    SEQUENCE,
-    STATE,
-)
-from zapex.shm_transport import Host
+from zapex.schema import COUNT, LIVE, STATE
 
 ENV = "tests.stress.marked_env:marked"
 RUN = (
@@ -54,57 +40,33 @@ RUN = (
 ROLES = ("actor 0", "actor 1", "replay", "learner")
 _SHORT_S = 10.5  # of the supervisor's ten: a death after that is followed by 0.1 s, not more
 _STUCK_S = 60.0
+_WORK = {"actor": "steps", "learner": "batches"}
 
-Chunk = tuple[int, int, int]  # actor, incarnation, sequence
 
-
-class Auditor:
-    """All transitions of a run, as they lie in its memory."""
+class Auditor(ChunkAudit):
+    """All transitions of a run in which nothing is evicted, as they lie in its memory."""
 
     def __init__(self, run: TrainRun) -> None:
         run.blocks()
         self.run = Run(run.config, environments.check(ENV), run.path)
-        plan = self.run.plan
-        self.host = Host(plan, _map(run, "zapex-control"), _map(run, "zapex-experience"), [])
-        self.store = self.host.store()
-        self.seen: dict[Chunk, tuple[int, int]] = {}  # -> slot, checksum of header and body
+        host = attach(run.process.pid, self.run)
+        assert host is not None
+        self.host = host
+        super().__init__(host.store())
         self.moments: dict[tuple[int, int], dict[Moment, None]] = defaultdict(dict)
 
-    def granted(self, actor: int, incarnation: int) -> int:
-        """Slots that this life holds."""
-        rows = self.store.header_rows
-        held = (rows[:, STATE] == GRANTED) & (rows[:, ACTOR] == actor)
-        return int((held & (rows[:, INCARNATION] == incarnation)).sum())
+    def check(self) -> int:
+        """Look at every chunk and every stream; returns how many transitions there are."""
+        if not self.look():
+            raise RuntimeError(f"{self.lost} lost, {self.torn} torn, {self.doubled} doubled chunks")
+        live = int((self.store.header_rows[:, STATE] == LIVE).sum())
+        if live < self.chunks:
+            raise RuntimeError(f"lost: {self.chunks} chunks were seen, {live} are there")
+        for who, moments in self.moments.items():
+            self._check_stream(who, list(moments))
+        return self.transitions
 
-    def look(self) -> int:
-        """Check every chunk; returns how many transitions there are."""
-        rows = self.store.header_rows
-        for chunk, (slot, checksum) in self.seen.items():
-            if rows[slot, STATE] != LIVE or self._checksum(slot) != checksum:
-                raise RuntimeError(f"lost: {chunk} in slot {slot}: {rows[slot]}")
-        live = np.flatnonzero(rows[:, STATE] == LIVE)
-        for slot in live[np.argsort(rows[live, COMMIT_SEQUENCE])].tolist():
-            chunk = (
-                int(rows[slot, ACTOR]),
-                int(rows[slot, INCARNATION]),
-                int(rows[slot, SEQUENCE]),
-            )
-            if chunk not in self.seen:
-                self._take(chunk, slot)
-            elif self.seen[chunk][0] != slot:
-                raise RuntimeError(f"doubled: {chunk} in slots {self.seen[chunk][0]} and {slot}")
-        self._check_numbers()
-        return sum(map(len, self.moments.values()))
-
-    def _checksum(self, slot: int) -> int:
-        body = self.store.body(slot)
-        header = self.store.header_rows[slot, [GENERATION, ACTOR, INCARNATION, SEQUENCE, COUNT]]
-        # The priority is the actor's own; what the learner sends goes into the sum tree.
-        return zlib.crc32(
-            self.store.mem[body : body + self.store.layout.body_bytes], zlib.crc32(header.tobytes())
-        )
-
-    def _take(self, chunk: Chunk, slot: int) -> None:
+    def taken(self, slot: int) -> None:
         store, config = self.store, self.run.config.replay
         frames = store.column(slot, "obs")
         ends = [store.column(slot, name)[:, 0] for name in ("obs_frames", "next_obs_frames")]
@@ -116,38 +78,18 @@ class Auditor:
             )
             stream = self.moments[moment[:2]]
             if moment in stream:
-                raise RuntimeError(f"doubled: {moment} again, in {chunk}")
+                raise RuntimeError(f"doubled: {moment} again, in slot {slot}")
             stream[moment] = None
-        self.seen[chunk] = slot, self._checksum(slot)
 
-    def _check_numbers(self) -> None:
-        """Chunks of a life and steps of a stream are numbered without a gap."""
-        lives: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for actor, incarnation, sequence in self.seen:
-            lives[actor, incarnation].append(sequence)
-        for life, numbers in lives.items():
-            if sorted(numbers) != list(range(min(numbers), min(numbers) + len(numbers))):
-                raise RuntimeError(f"lost: of {life} there are only chunks {sorted(numbers)}")
-            if min(numbers) > 1:
-                raise RuntimeError(f"lost: {life} begins with chunk {min(numbers)}")
-        for who, moments in self.moments.items():
-            expected = (0, 0)
-            for _, _, episode, step in sorted(moments):
-                if (episode, step) != expected:
-                    raise RuntimeError(
-                        f"lost: of stream {who} step {expected}, then {episode, step}"
-                    )
-                over = step + 1 == game_of(*who, episode).length
-                expected = (episode + 1, 0) if over else (episode, step + 1)
-
-
-def _map(run: TrainRun, name: str) -> Any:
-    links = Path(f"/proc/{run.process.pid}/fd")
-    for link in links.iterdir():
-        if f"memfd:{name}" in os.readlink(link):
-            with link.open("r+b") as file:
-                return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
-    raise RuntimeError(f"the run holds no {name}")
+    @staticmethod
+    def _check_stream(who: tuple[int, int], moments: list[Moment]) -> None:
+        """Every step from the first one on."""
+        expected = (0, 0)
+        for _, _, episode, step in sorted(moments):
+            if (episode, step) != expected:
+                raise RuntimeError(f"lost: of stream {who} step {expected}, then {episode, step}")
+            over = step + 1 == game_of(*who, episode).length
+            expected = (episode + 1, 0) if over else (episode, step + 1)
 
 
 class Nemesis:
@@ -185,13 +127,12 @@ class Nemesis:
         life = self.host.life(name)
         block = self.run.blocks()[name]
         answers = self.host.ring("answers")
-        batches = self.run.count("learner", "batches")
-        steps = self.run.count(name, "steps") if role == "actor" else 0.0
         began = time.monotonic()
         children[name].kill()
         times: dict[str, float] = {"lived_s": ages[name]}
         self.wait(lambda: self.host.life(name) != life, f"death of {name}")
         times["seen_dead_s"] = time.monotonic() - began
+        done = self.run.count(name, _WORK[role]) if role in _WORK else 0.0
         if role == "actor":
             self.wait(lambda: not self.auditor.granted(int(name.split()[1]), life), "slots back")
             times["slots_back_s"] = time.monotonic() - began
@@ -206,11 +147,11 @@ class Nemesis:
             self.wait(lambda: block.pid == pid, "learner's networks")
             loaded = time.monotonic()
             times["loaded_s"] = loaded - began
-            self.wait(lambda: self.run.count("learner", "batches") > batches, "learning again")
+            self.wait(lambda: self.run.count(name, "batches") > done, "learning again")
             times["learning_s"] = time.monotonic() - began
             times["learning_beside_loading_s"] = times["started_s"] + time.monotonic() - loaded
         else:
-            self.wait(lambda: self.run.count(name, "steps") > steps, "playing again")
+            self.wait(lambda: self.run.count(name, "steps") > done, "playing again")
             times["playing_s"] = time.monotonic() - began
         return name, times
 
@@ -242,17 +183,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             killed[name.split()[0]] += 1
             for what, seconds in found.items():
                 times[f"{name.split()[0]} {what}"].append(seconds)
-            there = auditor.look()
+            there = auditor.check()
             told = ", ".join(f"{what} {seconds:.2f}" for what, seconds in found.items())
             print(f"{i + 1}: {name}: {told}; {there:,} transitions whole", flush=True)
         batches = run.count("learner", "batches")
         run.wait_until(lambda: run.count("learner", "batches") > batches + 50, _STUCK_S)
         handed_over = sum(run.count(f"actor {i}", "chunks") for i in range(2))
         nemesis.wait(
-            lambda: auditor.look() and len(auditor.seen) >= handed_over,
+            lambda: auditor.check() and auditor.chunks >= handed_over,
             f"of {handed_over:.0f} chunks handed over all",
         )
-        there = auditor.look()
+        there = auditor.check()
         torn = int(run.count("learner", "torn_rows"))
         run.process.send_signal(signal.SIGINT)
         code = run.process.wait(20)
@@ -263,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {
         "kills": dict(killed),
         "transitions": there,
-        "chunks": len(auditor.seen),
+        "chunks": auditor.chunks,
         "lost": 0,
         "torn_or_foreign": 0,
         "doubled": 0,
