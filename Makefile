@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo test lint wheel bench peers clean check-python
+.PHONY: help venv train demo test fuzz lint wheel bench peers clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -34,6 +34,7 @@ help:
 	  '  make train    ten minutes of Breakout with the real ROM; more: make train ARGS="--max-minutes 60"' \
 	  '  make demo     CartPole to 475 of 500 in about two minutes, then the curve' \
 	  '  make test     the tests                        make lint    ruff, mypy, direction of imports' \
+	  '  make fuzz     the decoders, as long as told: ARGS="--runs 10000000 --decoder push"' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
@@ -52,6 +53,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+fuzz: $(STAMP)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
+	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[fuzz]' || \
+	  echo 'atheris cannot be had: fuzzing without guidance by coverage' >&2
+	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -123,7 +123,13 @@ def load(path: Path) -> Checkpoint:
     text = facts.get("state", "")
     if facts.get("sha256") != _checksum(tensors, text):
         raise _damaged(path, "its checksum does not match")
-    return Checkpoint(path, tensors, json.loads(text))
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its state is no JSON ({error})") from error
+    if not isinstance(state, dict) or not isinstance(state.get("schema", {}), dict):
+        raise _damaged(path, "its state is no table")
+    return Checkpoint(path, tensors, state)
 
 
 def check_schema(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from zapex import checkpoint
 from zapex.agent.learning import DQN
 from zapex.agent.networks import DuelingNetwork
 from zapex.environments import EnvironmentSpec
+from zapex.errors import CheckpointError
 
 
 def _facts(spec: EnvironmentSpec) -> dict[str, Any]:
@@ -67,8 +68,11 @@ class RunCheckpoints:
             return
         loaded = checkpoint.load(path)
         checkpoint.check_schema(loaded, _facts(self._spec))
-        dqn.load_state(loaded.tensors, loaded.state["counters"])
-        self.version = int(loaded.state["params_version"])
+        try:
+            dqn.load_state(loaded.tensors, loaded.state["counters"])
+            self.version = int(loaded.state["params_version"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{path} lacks what a learner goes on from: {error!r}") from error
 
 
 class BestNetwork:

@@ -9,6 +9,7 @@ one role, so what is stolen from an actor's host cannot publish parameters.
 import json
 import os
 import stat
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ SERVER = "replay"
 CLIENTS = ("relay", "learner", "reader")
 _PUBLIC = "public.json"
 _KEY_CHARACTERS = 40  # 32 bytes as Z85
+_MOST_BYTES = 1 << 14  # of a file
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,26 @@ def _check_private(path: Path, mode: int, what: str) -> None:
         )
 
 
+def _is_key(text: str) -> bool:
+    """libzmq will take it."""
+    from zmq.utils import z85
+
+    try:
+        return len(text) == _KEY_CHARACTERS and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):
+        return False
+
+
 def _read(path: Path, names: tuple[str, ...]) -> dict[str, str]:
     _check_private(path, 0o600, "file")
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            table = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
     if not isinstance(table, dict) or any(not isinstance(table.get(name), str) for name in names):
         raise ConfigError(f"{path} is damaged: it lacks one of {', '.join(names)}")
     for name in names:
-        if name != "role" and len(table[name]) != _KEY_CHARACTERS:
+        if name != "role" and not _is_key(table[name]):
             raise ConfigError(f"{path} is damaged: {name!r} is no key")
     return {name: table[name] for name in names}

@@ -24,6 +24,7 @@ VERSION = 1
 HEADER = struct.Struct("<4sHHQqqqQiIII")
 MAX_PARTS = 18  # a header, sixteen observation columns, and the rest
 MAX_ACTORS = 4096
+MAX_COUNT = 1 << 60  # sequences and versions stay below: whoever counts on has room to
 
 Part = memoryview
 """A contiguous run of bytes."""
@@ -142,6 +143,8 @@ def decode_header(parts: Sequence[Any]) -> Message:
         raise BadMessage(f"the header says {body_bytes} bytes of body, got {have}")
     if incarnation < 0 or sequence < 0 or value < 0:
         raise BadMessage("incarnation, sequence and value are never negative")
+    if sequence >= MAX_COUNT:
+        raise BadMessage(f"sequences stay below 2^60, got {sequence}")
     if _crc(head[:-4], body) != crc:
         raise BadMessage("the checksum is wrong")
     return Message(

@@ -19,6 +19,7 @@ from zapex.errors import BadMessage
 from zapex.experience_messages import BatchMessage, Push
 from zapex.message_header import (
     MAX_ACTORS,
+    MAX_COUNT,
     Form,
     Kind,
     Message,
@@ -31,6 +32,8 @@ from zapex.message_header import (
 )
 
 MAX_CONFIG_BYTES = 1 << 16
+# JSON takes many times its text's length once it is read: what makes objects is counted before.
+MAX_CONFIG_ITEMS, MAX_CONFIG_TABLES = 4096, 256
 MAX_TEXT_BYTES = 1 << 12
 MAX_EPISODES = 1024  # in one message
 ROLES = ("relay", "learner", "reader")
@@ -94,8 +97,16 @@ class Hello:
             raise BadMessage(f"roles are 0 to {len(ROLES) - 1}, got {message.number}")
         if message.rows > MAX_ACTORS or message.frames not in (SMALL, BULK):
             raise BadMessage("at most 4096 actors, on connection 0 or 1")
+        if message.value < 1:
+            raise BadMessage(f"hosts are numbered from 1, got {message.value}")
+        config_bytes = bytes(text)
+        items, tables = (
+            sum(map(config_bytes.count, marks)) for marks in ((b",", b":"), (b"[", b"{"))
+        )
+        if items > MAX_CONFIG_ITEMS or tables > MAX_CONFIG_TABLES:
+            raise BadMessage(f"settings of {items} items in {tables} tables are none")
         try:
-            config = json.loads(bytes(text))
+            config = json.loads(config_bytes)
         except (ValueError, RecursionError) as error:
             raise BadMessage(f"the settings are no JSON: {error}") from None
         if not isinstance(config, dict):
@@ -297,8 +308,8 @@ class _Parameters:
     @classmethod
     def read(cls, message: Message, form: Form | None) -> "_Parameters":
         """Checked."""
-        if form is None or message.value < 1:
-            raise BadMessage("parameters have a version of 1 or more, and come after a welcome")
+        if form is None or not 1 <= message.value < MAX_COUNT:
+            raise BadMessage("parameters have a version of 1 to 2^60, and come after a welcome")
         return cls(message.value, one_part(message, nbytes=form.parameter_bytes))
 
 
@@ -360,7 +371,8 @@ class Error:
 
     def message(self) -> Message:
         """As a message."""
-        text = self.text.encode()[:MAX_TEXT_BYTES]
+        # What a peer sent may be quoted, and JSON can hold half a character.
+        text = self.text.encode(errors="replace")[:MAX_TEXT_BYTES]
         return Message(self.kind, number=self.fault, body=(as_part(text),))
 
     @classmethod

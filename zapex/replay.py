@@ -44,10 +44,10 @@ class PrioritizedReplay(ReplayCore, ReplayFace):
     holds is taken over. Public methods are thread-safe.
     """
 
-    _SETTINGS = (
-        "capacity", "schema", "alpha", "eps", "streams", "chunk", "min_size_to_sample",
-        "samples_per_insert", "tolerance", "timeout_s", "shard",
-    )  # fmt: skip
+    _FRACTIONS = frozenset({"alpha", "eps", "samples_per_insert", "timeout_s"})
+    _SETTINGS = _FRACTIONS | {
+        "capacity", "schema", "streams", "chunk", "min_size_to_sample", "tolerance", "shard",
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -339,10 +339,16 @@ class PrioritizedReplay(ReplayCore, ReplayFace):
             facts = dict(manifest["replay"])
             facts["schema"] = Schema.from_description(facts["schema"])
             settings = {name: facts[name] for name in cls._SETTINGS}
+            for name in cls._SETTINGS - {"schema"}:
+                kinds = (int, float) if name in cls._FRACTIONS else (int,)
+                if type(settings[name]) not in kinds:
+                    raise TypeError(f"{name} is {settings[name]!r}")
+            layout = ReplayLayout(*(facts[n] for n in ("schema", "capacity", "streams", "chunk")))
+            state = snapshot.read_state(path, manifest, layout)
             replay = cls(**settings, buffer=buffer)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the snapshot in {path} is of no replay: {error}") from error
-        snapshot.restore(replay, path, manifest)
+            snapshot.restore(replay, path, manifest, state)
+        except snapshot.UNREADABLE as error:
+            raise CheckpointError(f"the snapshot in {path} cannot be used: {error}") from error
         return replay
 
     def facts(self) -> dict[str, Any]:

@@ -133,6 +133,8 @@ class ReplayCore:
                 f"min_size_to_sample must be 1 to the capacity of {layout.capacity}, "
                 f"got {min_size_to_sample}"
             )
+        if not 0 <= shard < 1 << 7:  # the sign bit of a key is taken
+            raise ConfigError(f"shard must be 0 to 127, got {shard}")
         self.layout = layout
         self._owns_memory = buffer is None
         memory = private_bytes(layout.nbytes) if buffer is None else buffer
@@ -174,7 +176,10 @@ class ReplayCore:
         """Go on from a snapshot: its leaves, and headers that are in the memory already."""
         self.tree.update(np.arange(self.tree.capacity), leaves)
         self.ledger = SlotLedger(self.store)
-        self._largest_leaf = float(facts["largest_leaf"])
+        largest = float(facts["largest_leaf"])
+        if not 0.0 < largest < np.inf:
+            raise InvalidPriority(f"the largest leaf must be positive and finite, got {largest}")
+        self._largest_leaf = largest
         for name in self._COUNTERS:
             setattr(self, name, int(facts["counters"][name]))
 

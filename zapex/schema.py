@@ -15,6 +15,7 @@ Every section starts on a cache line. Nothing else in zapex knows these offsets.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,13 +201,21 @@ class Schema:
     def from_description(cls, facts: Mapping[str, Any]) -> "Schema":
         """The inverse of `describe`."""
         try:
-            columns = {
-                name: Column(tuple(shape), dtype, stack, axis)
-                for name, (shape, dtype, stack, axis) in facts["columns"].items()
-            }
+            columns = {}
+            for name, (shape, dtype, stack, axis) in facts["columns"].items():
+                if any(type(number) is not int for number in (*shape, stack, axis)):
+                    raise TypeError(f"{name}: shape, stack and axis are whole numbers")
+                columns[name] = Column(tuple(shape), _described_dtype(dtype), stack, axis)
             return cls(columns, int(facts["n_step"]), float(facts["gamma"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SchemaError(f"not a schema's description: {error}") from error
+
+
+def _described_dtype(text: Any) -> "np.dtype[Any]":
+    """The dtype whose `str` is `text`, and nothing else that NumPy would make of a string."""
+    if not isinstance(text, str) or not re.fullmatch(r"[<>|=][A-Za-z]\d{1,9}(\[\w{1,9}\])?", text):
+        raise ValueError(f"no dtype: {text!r}")
+    return np.dtype(text)
 
 
 @dataclass(frozen=True)

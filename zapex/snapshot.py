@@ -27,12 +27,17 @@ from numpy.typing import NDArray
 
 from zapex.chunk_store import GENERATION_BITS
 from zapex.errors import CheckpointError
-from zapex.replay_core import ReplayCore
+from zapex.replay_core import ReplayCore, ReplayLayout
 from zapex.schema import COUNT, FREE, GENERATION, HEADER_WORDS, LIVE, NO_FRAME, STATE
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SEGMENT_BYTES = 64 << 20
+# What code that reads a damaged or made-up file may come upon.
+UNREADABLE = (
+    OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError,
+    RecursionError, MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -219,41 +224,77 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The facts of a snapshot. Raises CheckpointError where there is none or it is damaged."""
     file = Path(path) / MANIFEST
     try:
-        content = json.loads(file.read_bytes())
-        facts = content["snapshot"]
-        intact = zlib.crc32(_text_of(facts)) == content["crc32"] and facts["format"] == FORMAT
+        content = file.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no snapshot in {Path(path)}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is no manifest: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return parse_manifest(content, file)
+
+
+def parse_manifest(content: bytes, name: str | os.PathLike[str]) -> dict[str, Any]:
+    """The facts in a manifest's bytes; `name` is for the message. Raises CheckpointError."""
+    try:
+        table = json.loads(content)
+        facts = table["snapshot"]
+        intact = zlib.crc32(_text_of(facts)) == table["crc32"] and facts["format"] == FORMAT
+        found = dict(facts)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{name} is no manifest: {error}") from error
     if not intact:
-        raise CheckpointError(f"{file} is damaged, or of another format than {FORMAT}")
-    return dict(facts)
+        raise CheckpointError(f"{name} is damaged, or of another format than {FORMAT}")
+    return found
 
 
-def restore(replay: ReplayCore, path: str | os.PathLike[str], facts: dict[str, Any]) -> None:
+def read_state(
+    path: str | os.PathLike[str], facts: dict[str, Any], layout: ReplayLayout
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Headers (slots, HEADER_WORDS) and leaves of a snapshot of a replay of `layout`.
+
+    They are as long as `layout` says, so nobody makes a memory that the files do not bear out.
+    Raises CheckpointError where the file is missing or a checksum does not fit.
+    """
+    file = Path(path) / Path(facts["state"]["file"]).name
+    headers_bytes = layout.slots * HEADER_WORDS * 8
+    wanted = headers_bytes + layout.slots * layout.chunk * 8
+    with file.open("rb") as stream:
+        length = os.fstat(stream.fileno()).st_size
+        state = stream.read(wanted) if length == wanted else b""
+    if len(state) != wanted or zlib.crc32(state) != facts["state"]["crc32"]:
+        raise CheckpointError(f"{file} is damaged")
+    headers = np.frombuffer(state[:headers_bytes], np.int64).reshape(layout.slots, HEADER_WORDS)
+    if headers.min() < 0 or headers.max() >= 1 << 62:
+        raise CheckpointError(f"{file} has a header with a number out of range")
+    return headers, np.frombuffer(state, np.float64, offset=headers_bytes)
+
+
+def restore(
+    replay: ReplayCore,
+    path: str | os.PathLike[str],
+    facts: dict[str, Any],
+    state: tuple[NDArray[np.int64], NDArray[np.float64]],
+) -> None:
     """Fill a new, empty `replay` of the same layout with the snapshot in `path`.
 
-    facts: its manifest.
+    facts: its manifest. state: of `read_state`.
 
     Every generation jumps by a random number: keys from before are stale (but for one in 2^28).
-    Raises CheckpointError where a file is missing or a checksum does not fit.
+    Raises CheckpointError where a file is missing or a checksum does not fit, and what
+    `UNREADABLE` names for facts that are none.
     """
     folder = Path(path).resolve()
     store, layout = replay.store, replay.store.layout
-    headers_bytes = store.slots * HEADER_WORDS * 8
-    try:
-        state = (folder / facts["state"]["file"]).read_bytes()
-        wanted = headers_bytes + store.num_indices * 8
-        if len(state) != wanted or zlib.crc32(state) != facts["state"]["crc32"]:
-            raise CheckpointError(f"{folder / facts['state']['file']} is damaged")
-        headers = np.frombuffer(state[:headers_bytes], np.int64).reshape(store.slots, HEADER_WORDS)
-        chunks = {int(slot): StoredChunk(*where) for slot, where in facts["chunks"].items()}
-        for slot, chunk in chunks.items():
-            _read_chunk(folder, chunk, store.mem[store.body(slot) :][: layout.body_bytes])
-            _check_chunk(store.column, slot, chunk, layout.chunk, layout.frames, headers)
-    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"the snapshot in {folder} cannot be read: {error}") from error
+    headers, leaves = state
+    chunks = {int(slot): StoredChunk(*where) for slot, where in facts["chunks"].items()}
+    if not all(0 <= slot < store.slots for slot in chunks):
+        raise CheckpointError(f"the snapshot in {folder} names a slot that there is not")
+    drawable = np.zeros((store.slots, layout.chunk), np.bool_)
+    for slot, chunk in chunks.items():
+        _read_chunk(folder, chunk, store.mem[store.body(slot) :][: layout.body_bytes])
+        _check_chunk(store.column, slot, chunk, layout.chunk, layout.frames, headers)
+        drawable[slot, : chunk.count] = True
+    if leaves[~drawable.reshape(-1)].any():
+        raise CheckpointError(f"the snapshot in {folder} can draw what it does not hold")
     jump = 1 + secrets.randbelow((1 << GENERATION_BITS) - 1)
     rows = store.header_rows
     rows[:] = headers
@@ -261,12 +302,9 @@ def restore(replay: ReplayCore, path: str | os.PathLike[str], facts: dict[str, A
     gone = np.ones(store.slots, np.bool_)
     gone[list(chunks)] = False
     rows[gone, STATE] = FREE
-    try:
-        replay.take_over(np.frombuffer(state, np.float64, offset=headers_bytes), facts["replay"])
-        replay.ledger.free_in_order(facts["free"])
-        replay.rng.bit_generator.state = facts["random"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the snapshot in {folder} cannot be used: {error}") from error
+    replay.take_over(leaves, facts["replay"])
+    replay.ledger.free_in_order(facts["free"])
+    replay.rng.bit_generator.state = facts["random"]
     replay.saved = SavedChunks(
         folder,
         zlib.crc32(_text_of(facts)),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from zapex.batch_packing import BatchPacker, check_batch_size, packed_bytes
 from zapex.chunk_store import ChunkStore, set_state_kernel
+from zapex.errors import BadMessage
 from zapex.experience_messages import Push
 from zapex.message_header import Kind, as_part
 from zapex.messages import (
@@ -124,6 +125,8 @@ class ZmqExperienceSource:
 
     def _push(self, session: Session, push: Push) -> None:
         actor = push.actor
+        if actor >= self._roster.actors:
+            raise BadMessage(f"the run has {self._roster.actors} actors, got number {actor}")
         if not self._is_settled(actor) or self._lives[actor] != session.host:
             self.counts["uncredited"] += 1
             return

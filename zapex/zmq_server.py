@@ -182,10 +182,7 @@ class ZmqServer:
         try:
             message = messages.decode(parts[1:], self.form)
         except BadMessage as error:
-            self.counts["bad"] += 1
-            fault = Fault.REFUSED if isinstance(error, OtherVersion) else Fault.BAD
-            self._answer_error(route, fault, str(error))
-            self._forget_route(route)
+            self._bad(route, error)
             return
         if isinstance(message, Hello):
             self._hello(route, parts[-1], message)
@@ -203,7 +200,16 @@ class ZmqServer:
             )
             return
         if message.kind in self.handlers:
-            self.handlers[message.kind](session, message)
+            try:
+                self.handlers[message.kind](session, message)
+            except BadMessage as error:  # what only the run's state can tell
+                self._bad(route, error)
+
+    def _bad(self, route: bytes, error: BadMessage) -> None:
+        self.counts["bad"] += 1
+        fault = Fault.REFUSED if isinstance(error, OtherVersion) else Fault.BAD
+        self._answer_error(route, fault, str(error))
+        self._forget_route(route)
 
     def _answer_error(self, route: bytes, fault: Fault, text: str) -> None:
         # Whoever floods us with nonsense gets silence from some point on.

@@ -1,0 +1,39 @@
+"""Every decoder takes or refuses what it was once caught by, and some hundred mutants."""
+
+import random
+
+import pytest
+
+from tests.fuzz.decoders import decoders
+from tests.fuzz.fuzz import CORPUS, Campaign, blind_with
+
+NAMES = sorted(decoders())
+
+
+@pytest.fixture(scope="module")
+def campaigns():
+    return {name: Campaign(name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_real_input_is_taken(campaigns, name):
+    assert all(campaigns[name].one(seed) for seed in campaigns[name].decoder.seeds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_once_found_is_taken_or_refused_in_little_memory(campaigns, name):
+    for path in sorted((CORPUS / name).glob("*")):
+        campaigns[name].one(path.read_bytes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mutants_are_taken_or_refused_in_little_memory(campaigns, name):
+    campaign, draw = campaigns[name], random.Random(7)
+    before, blind = campaign.taken, blind_with(draw)
+    for _ in range(400):
+        campaign.one(campaign.decoder.mutate(draw.choice(campaign.seeds), draw, blind))
+    assert before < campaign.taken < before + 400
+
+
+def test_every_folder_of_the_corpus_belongs_to_a_decoder():
+    assert {path.name for path in CORPUS.iterdir()} <= set(NAMES)
