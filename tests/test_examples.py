@@ -34,10 +34,19 @@ def test_an_example_runs_from_end_to_end(name):
     assert "episodes; mean return of the last" in out
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_example_of_two_processes_runs_from_end_to_end(method):
+    few = ["--total-steps", "1500", "--learning-starts", "200", "--start-method", method]
+    out = run("examples/cartpole_two_processes.py", *few)
+    assert "episodes; mean return of the last" in out
+    assert int(re.search(r"(\d+) updates", out).group(1)) > 200
+
+
 @pytest.mark.slow
-def test_the_cartpole_example_learns():
-    out = run("examples/cartpole_dqn.py", "--total-steps", "30000")
-    assert float(re.search(r"mean return of the last 20: ([\d.]+)\n\{", out).group(1)) > 150
+@pytest.mark.parametrize("name", ["cartpole_dqn", "cartpole_two_processes"])
+def test_the_cartpole_example_learns(name):
+    out = run(f"examples/{name}.py", "--total-steps", "30000")
+    assert float(re.search(r"mean return of the last 20: ([\d.]+)\n.*\{", out).group(1)) > 150
 
 
 def test_the_stable_baselines_example_runs():
