@@ -51,6 +51,7 @@ class ZmqLink:
         self.over = ""
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
         self.on_welcome: list[Callable[[Welcome, int], None]] = []
+        self.on_bad: list[Callable[[], None]] = []  # an answer was lost, and which is unknown
         self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent"), 0)
         self._hellos = [
             Hello(role, host, incarnation, channel, schema_hash, actors, dict(config))
@@ -168,6 +169,8 @@ class ZmqLink:
             raise Refused(f"the replay at {self.url}: {error}") from None
         except BadMessage:
             self.counts["bad"] += 1
+            for call in self.on_bad:
+                call()
             return
         if isinstance(message, Error):
             self._fault(channel, message)

@@ -261,6 +261,11 @@ class ZmqParameters:
         server.handlers[Kind.PULL] = self._pull
         server.chores.append(self.do_work)
 
+    @property
+    def sent_version(self) -> int:
+        """The newest version that went to anybody; 0: none."""
+        return self._version
+
     def _publish(self, session: Session, publish: Publish) -> None:
         if publish.version > self._mailbox.version:
             self._mailbox.publish(publish.version, np.frombuffer(publish.parameters, np.uint8))

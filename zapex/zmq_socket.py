@@ -1,6 +1,7 @@
 """Sockets of a run: their limits, who may connect, and what a network that is not ours demands."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 HEARTBEAT_S = 1.0
 HEARTBEAT_TIMEOUT_S = 5.0  # a host with more work than cores is not a dead one
 _HANDSHAKE_S = 10.0
+_COPIED_BYTES = 1 << 16  # a smaller part is copied: sharing it with libzmq takes longer
+_ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of it
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
@@ -133,7 +136,10 @@ def listen(
 ) -> Any:
     """A bound ROUTER, after the check and the Gatekeeper. Raises ConfigError if it is taken."""
     router = context.socket(zmq.ROUTER)
-    _set(router, {**_OPTIONS, zmq.MAXMSGSIZE: largest_part_bytes, zmq.ROUTER_MANDATORY: 1})
+    _set(
+        router,
+        {**_OPTIONS, zmq.MAXMSGSIZE: largest_part_bytes + _ENVELOPE_BYTES, zmq.ROUTER_MANDATORY: 1},
+    )
     router.zap_domain = _DOMAIN
     # Without it a peer is let in where no handler answers.
     router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -155,7 +161,9 @@ def connect(
     """A DEALER that connects, and connects again, by itself; the URL is checked."""
     dealer = context.socket(zmq.DEALER)
     # IMMEDIATE: what is sent while nobody is there is not kept to arrive late and twice.
-    _set(dealer, {**_OPTIONS, zmq.MAXMSGSIZE: largest_part_bytes, zmq.IMMEDIATE: 1})
+    _set(
+        dealer, {**_OPTIONS, zmq.MAXMSGSIZE: largest_part_bytes + _ENVELOPE_BYTES, zmq.IMMEDIATE: 1}
+    )
     if security.keys is not None:
         dealer.curve_serverkey = security.keys.publics[curve_keys.SERVER].encode()
         dealer.curve_publickey = security.keys.public.encode()
@@ -187,17 +195,25 @@ def receive(socket: Any) -> list[Any] | None:
     return parts
 
 
-def send(socket: Any, parts: list[Any]) -> Any | None:
+def send(socket: Any, parts: Sequence[Any]) -> Any | None:
     """Send without waiting and without copying large parts.
 
-    Returns a tracker whose `done` says that libzmq has let go of the parts; None where the message
+    Returns a tracker whose `done` says that libzmq has let go of all parts; None where the message
     could not go. Raises PeerError where the peer is not there.
     """
+    last = len(parts) - 1
+    shared = []  # send_multipart would return the last part's tracker alone
     try:
-        return socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
+        for i, part in enumerate(parts):
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
+            if len(part) < _COPIED_BYTES:
+                socket.send(part, flags)
+            else:
+                shared.append(socket.send(part, flags, copy=False, track=True))
     except zmq.Again:
         return None
     except zmq.ZMQError as error:
         if error.errno == zmq.EHOSTUNREACH:
             raise PeerError("the peer is gone") from None
         raise
+    return zmq.MessageTracker(*shared)

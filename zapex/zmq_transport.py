@@ -233,12 +233,18 @@ class ZmqSampleSource:
         self.counts = dict.fromkeys(("doubled", "foreign"), 0)
         link.handlers[Kind.BATCH] = self._batch
         link.handlers[Kind.UPDATE_ACK] = self._update_ack
+        link.on_bad.append(self._ask_again)
         link.on_welcome.append(self._welcome)
 
     @property
     def outstanding(self) -> int:
         """Requests without an answer polled."""
         return len(self._pending)
+
+    @property
+    def updates_under_way(self) -> int:
+        """Updates that the replay may not have yet."""
+        return len(self._updates)
 
     def request(self) -> None:
         """Ask for one more batch."""
@@ -282,6 +288,12 @@ class ZmqSampleSource:
         else:
             self._unsent.discard(sequence)
 
+    def _ask_again(self) -> None:
+        """An answer that broke the rules may have been a batch: the replay would not know."""
+        for sequence, answer in self._pending.items():
+            if answer is None:
+                self._ask(sequence)
+
     def _batch(self, message: BatchMessage) -> None:
         if self._pending.get(message.sequence, message) is None:
             self._pending[message.sequence] = message
@@ -312,6 +324,7 @@ class ZmqParameterSource:
         self._taken = 0
         self._asked = False
         link.handlers[Kind.PARAMS] = self._params
+        link.on_bad.append(self._ask_again)
         link.on_welcome.append(self._welcome)
 
     @property
@@ -335,6 +348,9 @@ class ZmqParameterSource:
         have = self._newest.version if self._newest is not None else 0
         if not self._asked and self._taken == have:
             self._asked = self._link.send(SMALL, Pull(0, have)) is not None
+
+    def _ask_again(self) -> None:
+        self._asked = False
 
     def _params(self, params: Params) -> None:
         self._asked = False
@@ -362,6 +378,11 @@ class ZmqParameterSink:
         """The largest version that the replay has seen, or that is on its way there; 0: none."""
         self._link.do_work()
         return max(self._acknowledged, self._newest.version if self._newest is not None else 0)
+
+    @property
+    def under_way(self) -> bool:
+        """The replay may not have the newest yet."""
+        return self._newest is not None and self._newest.version > self._acknowledged
 
     def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
         """Make these the newest. A version before them that could not go yet never goes."""
