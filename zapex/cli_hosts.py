@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zapex.config import Config
 from zapex.errors import ConfigError
-from zapex.flags import parse
+from zapex.flags import parse, value_of
 from zapex.settings import Options, Resolved, new_run_directory, resolve
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def replay(args: list[str]) -> int:
         "Keep a run's experience and serve it to actors and a learner on other hosts. --actors is "
         "how many actors all hosts may have together."
     )
+    _refuse_resume(args, "replay")
     run = resolve(args, "replay", what, _ReplayOptions)
     config = _prepared(run, "replay")
     from zapex import cluster
@@ -64,6 +65,7 @@ def actor(args: list[str]) -> int:
         "Play on this host for the run of a replay elsewhere; may come and go at any time. "
         "--actors is how many processes this host starts."
     )
+    _refuse_resume(args, "actor")
     run = resolve(args, "actor", what, _JoinOptions, holds_replay=False)
     config = _prepared(run, "actor")
     from zapex import cluster
@@ -85,6 +87,11 @@ def learner(args: list[str]) -> int:
     return cluster.learner(config, run.spec, _place(run, "learner", run.more.replay))
 
 
+def _refuse_resume(args: list[str], command: str) -> None:
+    if value_of("resume", args):
+        raise ConfigError(f"--resume is the learner's: `zapex {command}` has nothing to go on from")
+
+
 def _place(run: Resolved, part: "Part", url: str) -> "Place":
     from zapex.run import Place
 
@@ -96,8 +103,6 @@ def _prepared(run: Resolved, part: "Part") -> Config:
     config = run.config
     if config.run.inline:
         raise ConfigError(f"--inline is one process; `zapex {part}` is one of several")
-    if config.run.resume and part != "learner":
-        raise ConfigError(f"--resume is the learner's: `zapex {part}` has nothing to go on from")
     if not config.run.resume:
         config = config.replace(
             run_dir=str(new_run_directory(config, part if part != "learner" else ""))

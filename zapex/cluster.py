@@ -10,11 +10,19 @@ from urllib.parse import urlsplit
 from zapex import checkpoint, recorders
 from zapex.config import Config
 from zapex.environments import EnvironmentSpec
-from zapex.errors import CheckpointError, ConfigError, Fenced, PeerTimeout, Refused, RunOver
+from zapex.errors import (
+    CheckpointError,
+    ConfigError,
+    Fenced,
+    PeerError,
+    PeerTimeout,
+    Refused,
+    RunOver,
+)
 from zapex.host_plan import FENCED, NEWS, OVER
 from zapex.hosts import KEY_OF, security_of
 from zapex.launch import Session
-from zapex.messages import Welcome
+from zapex.messages import Bye, Welcome
 from zapex.monitor import Monitor
 from zapex.run import Place, Run
 from zapex.shm_transport import Host
@@ -22,6 +30,7 @@ from zapex.zmq_client import ZmqLink
 
 _PATIENCE_S = 3.0  # until the first word of whom we wait for
 _REMINDER_S = 30.0
+_FAREWELL_S = 5.0
 
 
 @dataclass
@@ -119,7 +128,24 @@ def learner(config: Config, spec: EnvironmentSpec, place: Place) -> int:
     base = recorders.read_base(run.run_dir) if resume else {}
     _make_directory(run, exists=bool(resume))
     run = replace(run, steps_before=int(base.get("steps", 0)))
-    return PartSession(run, base).run_processes()
+    session = PartSession(run, base)
+    code = session.run_processes()
+    if session.over:
+        _tell_all(run, session.reason)
+    return code
+
+
+def _tell_all(run: Run, reason: str) -> None:
+    """Everybody ends. The parent says it: its learner may have been dead at that moment."""
+    assert run.place is not None
+    link = _link(run, run.place)
+    try:
+        link.open(_FAREWELL_S)
+    except PeerError:
+        print(f"the replay at {link.url} does not hear that the run is over: end it by hand")
+        link.close()
+    else:
+        link.close(bye=Bye(over=reason))
 
 
 def _make_directory(run: Run, *, exists: bool = False) -> None:
@@ -136,15 +162,7 @@ def _joined(run: Run) -> Run:
     place = run.place
     assert place is not None
     place = replace(place, host=secrets.randbits(62) + 1)
-    role = KEY_OF[place.part]
-    security = security_of(place)
-    security.check(place.url, "--replay")
-    actors = run.config.actor.actors if place.part == "actor" else 0
-    schema = run.spec.schema(run.config.replay.n_step, run.config.replay.gamma)
-    link = ZmqLink(
-        place.url, role, place.host, time.time_ns(), None, run.config.shared(), security,
-        schema_hash=schema.hash, actors=actors,
-    )  # fmt: skip
+    link = _link(run, place)
     try:
         welcome = _welcome(link)
     except Fenced as error:
@@ -165,6 +183,16 @@ def _joined(run: Run) -> Run:
             epoch=welcome.epoch,
         ),
     )
+
+
+def _link(run: Run, place: Place) -> ZmqLink:
+    """To ask what the run is like, or to end it."""
+    schema = run.spec.schema(run.config.replay.n_step, run.config.replay.gamma)
+    return ZmqLink(
+        place.url, KEY_OF[place.part], place.host, time.time_ns(), None, run.config.shared(),
+        security_of(place), schema_hash=schema.hash,
+        actors=run.config.actor.actors if place.part == "actor" else 0,
+    )  # fmt: skip
 
 
 def _welcome(link: ZmqLink) -> Welcome:

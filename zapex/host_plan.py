@@ -22,7 +22,6 @@ NOTICE = np.dtype([("kind", np.int64), ("text", "S496")])
 NEWS, OVER, FENCED, REFUSED = range(4)
 Part = Literal["all", "replay", "actor", "learner"]
 """What a host has of a run: all of it, or one of three parts (`zapex replay`, ...)."""
-OVER_BYTES = 1024
 STRIDE_WORDS = 16  # two cache lines for each hot word
 
 
@@ -147,7 +146,6 @@ class HostPlan:
         place("sources", 8 * len(self.elsewhere))
         place("parameters", Mailbox.required_bytes(self.parameter_bytes))
         place("roster", Roster.required_bytes(self.actors))
-        place("over", OVER_BYTES)
         places[""] = (at, 0)
         return places
 

@@ -233,9 +233,7 @@ def make_learner_there(
     _open(link, watch)
     role = make_learner(run, host, clock, totals, source, BothSinks(host.parameter_sink(), sink))
     chores: list[Callable[[], object]] = [link.do_work, sender.do_work, watch]
-    return Networked(
-        role, chores, lambda: link.close(bye=Bye(host.over)), link.fds, save=role.close
-    )
+    return Networked(role, chores, lambda: link.close(bye=Bye()), link.fds, save=role.close)
 
 
 # The replay's host.
@@ -262,7 +260,7 @@ class _Attendance:
             if now_s - s.heard_s < SILENT_S
         }
         for place, who in there.items():
-            if place not in self._there:
+            if self._there.get(place) != who:
                 self._notices.tell(f"{who} joined")
         for place, who in self._there.items():
             if place not in there:
@@ -280,6 +278,8 @@ class _Attendance:
 def _who(role: str, actors: Sequence[int]) -> str:
     if role == "learner":
         return "the learner"
+    if not actors:
+        return "a host that waits for actors to be free (or for a larger --actors here)"
     if len(actors) == 1:
         return f"a host with actor {actors[0]}"
     whole = len(actors) == actors[-1] - actors[0] + 1

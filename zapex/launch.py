@@ -294,8 +294,6 @@ class Session:
                     if supervisor.stop_signal is not None:
                         self.reason = f"stopped by {supervisor.stop_signal.name}"
             finally:
-                if self.over:
-                    host.set_over(self.reason)
                 for event in supervisor.shutdown(_GRACE_S):
                     self._tell(monitor, host, event)
                 if populator is not None:

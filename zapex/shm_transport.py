@@ -29,7 +29,7 @@ from zapex.atomics import load_acquire, store_release
 from zapex.batch import Batch
 from zapex.chunk_store import NO_KEY, ChunkStore
 from zapex.errors import PeerError
-from zapex.host_plan import GRANT, OVER_BYTES, STRIDE_WORDS, HostPlan
+from zapex.host_plan import GRANT, STRIDE_WORDS, HostPlan
 from zapex.idle import Waker
 from zapex.jit import kernel
 from zapex.metrics import Role, RoleMetrics
@@ -107,16 +107,6 @@ class Host:
     def part_of(self, name: str) -> NDArray[np.uint8]:
         """A place of the control block that this class knows nothing about, by its name."""
         return self.plan.place(self.control, name)
-
-    @property
-    def over(self) -> str:
-        """Why the run has ended, from the parent to the learner; "" while it goes on."""
-        return bytes(self.part_of("over")).rstrip(b"\0").decode(errors="replace")
-
-    def set_over(self, text: str) -> None:
-        """The parent's: the run has ended, and why."""
-        data = text.encode()[:OVER_BYTES]
-        self.part_of("over")[: len(data)] = np.frombuffer(data, np.uint8)
 
     @property
     def sleeping(self) -> NDArray[np.int64]:

@@ -370,6 +370,7 @@ class ZmqParameterSink:
         self._newest: Publish | None = None
         self._acknowledged = 0
         self._flying = 0  # the version under way; 0: none
+        self._epoch = 0
         link.handlers[Kind.PUBLISH_ACK] = self._publish_ack
         link.on_welcome.append(self._welcome)
 
@@ -407,6 +408,9 @@ class ZmqParameterSink:
         self._arrived(ack.value)
 
     def _welcome(self, welcome: Welcome, channel: int) -> None:
+        if welcome.epoch != self._epoch:
+            # Another memory: what the one before had is gone, and actors wait for it.
+            self._epoch, self._acknowledged = welcome.epoch, 0
         if welcome.fresh and channel == BULK:
             self._flying = 0
         self._arrived(welcome.params_version)

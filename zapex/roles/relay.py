@@ -29,6 +29,7 @@ class Outbox:
         self.store, self.layout, self.link = store, layout, link
         self.ledger = SlotLedger(store)
         self.arrived = self.arrived_chunks = 0  # transitions and chunks that the replay has
+        self.on_their_way = 0  # chunks whose slots are not free yet
 
     def __len__(self) -> int:
         """Nothing can be drawn here."""
@@ -37,6 +38,7 @@ class Outbox:
     def accept(self, slot: int) -> int:
         """Send a committed slot's chunk on; how many transitions it holds."""
         self.link.offer([slot])
+        self.on_their_way += 1
         return int(self.store.header_rows[slot, COUNT])
 
     def evict_excess(self, issued: int = 0) -> int:
@@ -44,6 +46,7 @@ class Outbox:
         freed = self.link.take_freed()
         self.arrived += int(self.store.header_rows[freed, COUNT].sum())
         self.arrived_chunks += len(freed)
+        self.on_their_way -= len(freed)
         self.ledger.reclaim(freed)
         return 0
 
@@ -114,7 +117,7 @@ class Relay:
         deadline = time.monotonic() + _DRAIN_S
         while time.monotonic() < deadline:
             ended = self._ended()
-            if not self.do_work() and ended and not self._outbox.link.unacknowledged:
+            if not self.do_work() and ended and not self._outbox.on_their_way:
                 break
             time.sleep(_PAUSE_S)
         self._publish_counts()
