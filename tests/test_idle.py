@@ -10,6 +10,7 @@ import pytest
 
 from zapex import idle
 from zapex.idle import MAX_SLEEP_S, Waiter, Waker, spin_seconds, wait_until
+from zapex.machine import Machine
 from zapex.shm_ring import ShmRing
 
 
@@ -140,9 +141,17 @@ def there_ring() -> ShmRing:
 
 
 def test_nobody_spins_where_there_is_a_role_for_every_core() -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = Machine.look().cores
     assert spin_seconds(cores) == spin_seconds(cores + 1) == 0
     assert spin_seconds(cores - 1) > 0
+
+
+def test_a_containers_share_of_the_cores_is_all_that_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(idle.Machine, "look", lambda: Machine(cores=3, memory_bytes=0, gpus=0))
+    assert spin_seconds(2) > 0
+    assert spin_seconds(3) == 0
 
 
 def test_wait_until_returns_what_became_of_it() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -27,8 +28,10 @@ from typing import Any
 import psutil
 import pytest
 
-from zapex import checkpoint, cli, launch, recorders
+from zapex import audit, checkpoint, cli, environments, launch, recorders
 from zapex.config import Config
+from zapex.flags import read_settings as settings_of
+from zapex.run import Run
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--max-frames", "0", "--plain"]
@@ -312,3 +315,55 @@ def test_ctrl_c_before_anything_was_started_is_one_line(
     monkeypatch.setattr(launch, "train", interrupted)
     assert cli.main(["train", *SMALL]) == 130
     assert capsys.readouterr().err == "zapex: interrupted\n"
+
+
+@pytest.mark.timeout(300)
+def test_a_stopped_role_is_told_within_three_seconds_and_keeps_what_it_holds(
+    start: Callable[..., Command],
+) -> None:
+    command = start(*SMALL, "--eval-period-s", "0")
+    command.wait_for(lambda: [x for x in command.metrics() if x["batches"]], "batches")
+    settings = settings_of(str(command.run / "config.toml"))
+    run = Run(Config().replace(**settings), environments.check("CartPole-v1"), command.run)
+    host = audit.attach(command.popen.pid, run)
+    assert host is not None
+    slots, life = audit.ChunkAudit(host.store()), host.life("actor 0")
+    actor = command.children()["zapex: actor 0"]
+    within_s = 3.0 / OVER_S * _in_time()
+    actor.send_signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    told = "actor 0 does not run: stopped by SIGSTOP; to continue it: kill -CONT"
+    command.wait_for(lambda: told in command.output, "word of the stop")
+    assert time.monotonic() - stopped_s < within_s
+    held = slots.granted(0, life)
+    assert held > 0
+    time.sleep(1.0)
+    assert (slots.granted(0, life), host.life("actor 0")) == (held, life)
+    steps = host.metrics("actor 0").snapshot(alive=False)["steps"]
+    actor.send_signal(signal.SIGCONT)
+    command.wait_for(lambda: "actor 0 runs again" in command.output, "word that it goes on")
+    command.wait_for(
+        lambda: host.metrics("actor 0").snapshot(alive=False)["steps"] > steps, "more steps"
+    )
+    assert "died" not in command.output
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "told"),
+    [("NOFILE", 60, "open files: 60; needed: "), ("FSIZE", 1 << 16, "file size: 0.0 GiB; needed")],
+)
+def test_a_limit_is_told_before_any_process_starts(
+    tmp_path: Path, limit: str, value: int, told: str
+) -> None:
+    number = getattr(resource, f"RLIMIT_{limit}")
+    done = subprocess.run(
+        [sys.executable, "-m", "zapex.cli", "train", "--run-dir", "run", *SMALL],
+        cwd=tmp_path, env={**os.environ, **VARIABLES}, timeout=100, check=False,
+        capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(number, (value, value)),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "to mend it: sudo prlimit --pid $$" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists(), "nothing has begun"

@@ -28,7 +28,7 @@ def backoff(policy=STEADY):
 
 
 def test_the_delay_doubles_with_each_short_life_up_to_the_longest():
-    patient = RestartPolicy(jitter=0.0, most_short_lives=100)
+    patient = RestartPolicy(jitter=0.0, most_short_lives=100, most_short_lives_killed=100)
     role = backoff(patient)
     delays = [role.after_death(now_s=float(i), lived_s=0.0) for i in range(12)]
     assert delays[:4] == [0.1, 0.2, 0.4, 0.8]
@@ -51,6 +51,21 @@ def test_it_gives_up_after_too_many_short_lives_in_a_row_and_says_so():
     assert role.after_death(5.0, lived_s=9.9) == (
         "it died 5 times in a row within 10 s of its start"
     )
+
+
+def test_one_that_is_killed_has_more_lives_with_delays_up_to_half_a_minute():
+    role = backoff()
+    delays = [role.after_death(float(i), lived_s=1.0, killed=True) for i in range(9)]
+    assert delays == [0.1 * 2**i for i in range(9)], "25.6 s is the last"
+    verdict = role.after_death(9.0, lived_s=1.0, killed=True)
+    assert verdict == "it died 10 times in a row within 10 s of its start"
+
+
+def test_kills_in_between_do_not_hide_that_it_fails_by_itself():
+    role = backoff()
+    for killed in (False, True, False, True, False, True, False):
+        assert isinstance(role.after_death(0.0, lived_s=1.0, killed=killed), float)
+    assert isinstance(role.after_death(0.0, lived_s=1.0), str)
 
 
 def test_it_gives_up_after_too_many_deaths_in_the_window_but_forgets_older_ones():

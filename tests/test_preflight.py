@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from zapex import jit, preflight
-from zapex.errors import ConfigError
+from zapex.errors import ConfigError, SharedMemoryError, ZapexError
 from zapex.preflight import Finding, check, demand, doctor, lines
 
 GIB = 1 << 30
@@ -115,6 +115,15 @@ def test_huge_pages_are_needed_only_where_they_are_asked_for(machine):
     assert (few.enough, few.mend) == (False, "sudo sysctl vm.nr_hugepages=512")
 
 
+def test_reserved_huge_pages_are_not_asked_of_the_free_memory(machine):
+    write(machine, "proc/meminfo", "MemAvailable: 1048576 kB\nHugepagesize: 2048 kB\n"
+          "HugePages_Free: 4096\n")  # fmt: skip
+    assert not finding("memory", check(7 * GIB, 2, root=machine)).enough
+    reserved = check(7 * GIB, 2, huge_pages=True, root=machine)
+    assert finding("memory", reserved).enough
+    assert finding("huge pages", reserved).enough
+
+
 def test_a_kernel_without_huge_pages_has_too_few_of_them(machine):
     write(machine, "proc/meminfo", "MemAvailable: 8388608 kB\n")
     few = finding("huge pages", check(GIB, 1, huge_pages=True, root=machine))
@@ -134,6 +143,26 @@ def test_a_feature_that_is_forbidden_is_found_by_trying(monkeypatch, function, w
     assert not missing.enough
     assert missing.found.endswith("refuses: Operation not permitted")
     assert "seccomp" in missing.mend
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [(errno.EMFILE, "ulimit -n"), (errno.EAGAIN, "ulimit -u"), (errno.ENOSPC, "disk")],
+)
+def test_a_limit_met_on_the_way_is_told_with_its_mend(number, mend):
+    told = pytest.raises(ZapexError, match=f"{os.strerror(number)}: .*{mend}.*zapex doctor")
+    with told, preflight.limits_told():
+        raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FileNotFoundError(2, "No such file"), SharedMemoryError(errno.ENOSPC, "24 GiB, 3 free")],
+)
+def test_other_errors_and_those_that_say_it_better_are_left_alone(error):
+    with pytest.raises(type(error)) as caught, preflight.limits_told():
+        raise error
+    assert caught.value is error
 
 
 def test_looking_keeps_no_descriptor():

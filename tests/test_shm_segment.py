@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -96,9 +97,43 @@ def test_too_few_huge_pages_are_refused_with_the_command_that_reserves_them() ->
 
 
 @pytest.mark.skipif(memory_fact("HugePages_Free") == 0, reason="no huge pages are reserved here")
-def test_a_segment_of_huge_pages_is_rounded_up_to_whole_ones() -> None:
-    with Segment.create("test", 1, huge_pages=True) as segment:
+def test_a_segment_of_huge_pages_is_rounded_up_to_whole_ones_and_attached() -> None:
+    with Segment.create("test", 5, huge_pages=True) as segment:
         assert segment.size_bytes == memory_fact("Hugepagesize")
+        segment.populate()
+        segment.buffer[4] = 7
+        with Segment.attach(os.dup(segment.fd), 5) as other:
+            shm_segment.map_ahead(other.buffer[3:5])
+            assert other.buffer[4] == 7
+        with pytest.raises(SharedMemoryError, match="were expected"):
+            Segment.attach(segment.fd, memory_fact("Hugepagesize") + 1)
+
+
+@pytest.mark.parametrize("pages", [1 << 12, 1 << 21])
+def test_the_expected_size_is_counted_in_the_pages_that_the_segment_has(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the test above, where no huge pages are reserved: 2 MiB is one of them or many others."""
+    segment = Segment.create("test", 2 * MIB)
+    facts = os.fstat(segment.fd)
+    status = types.SimpleNamespace(st_size=facts.st_size, st_blksize=pages)
+    monkeypatch.setattr(shm_segment.os, "fstat", lambda fd: status)
+    if pages == 1 << 21:
+        Segment.attach(os.dup(segment.fd), 5).close()
+    else:
+        with pytest.raises(SharedMemoryError, match="2097152 bytes, 5 were expected"):
+            Segment.attach(segment.fd, 5)
+    segment.close()
+
+
+def test_too_few_descriptors_are_said_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(name: str, flags: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(shm_segment.os, "memfd_create", no_descriptor)
+    with pytest.raises(SharedMemoryError, match=r"Too many open files; .*ulimit -n") as caught:
+        Segment.create("test", MIB)
+    assert "ask for less" not in str(caught.value)
 
 
 def test_what_is_no_sealed_segment_is_not_attached(tmp_path: Path) -> None:

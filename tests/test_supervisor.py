@@ -28,7 +28,7 @@ from zapex.supervisor import (
 
 pytestmark = pytest.mark.timeout(60)
 
-PATIENT = RestartPolicy(most_short_lives=100, first_s=0.01)
+PATIENT = RestartPolicy(most_short_lives=100, most_short_lives_killed=100, first_s=0.01)
 SETUP = "from zapex.supervisor import child_setup\nincarnation = child_setup('actor 3')\n"
 READY = "print('ready', flush=True)\n"
 SLEEP = "import time\ntime.sleep(60)\n"

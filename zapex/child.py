@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zapex.errors import Fenced, Refused, RunOver
-from zapex.idle import Waiter
+from zapex.idle import Waiter, spin_seconds
 from zapex.run import Clock, DutyCycle, Place, Run
 from zapex.shm_segment import Segment
 from zapex.shm_transport import Host
@@ -121,7 +121,7 @@ def _play(order: Order, run: Run, host: Host, incarnation: int) -> None:
     totals = totals_of(host, order.base, order.started_ns)
     if run.place is None or order.name not in ("relay", "replay", "learner"):
         role = make_role(order.name, run, host, incarnation, Clock(), totals)
-        run_role(role, _waiter(order, host), Stop())
+        run_role(role, _waiter(order, run, host), Stop())
         role.close()
         return
     from zapex.hosts import Notices, make_networked
@@ -130,7 +130,7 @@ def _play(order: Order, run: Run, host: Host, incarnation: int) -> None:
     try:
         networked = make_networked(order.name, run, host, incarnation, Clock(), totals)
         try:
-            run_role(networked, _waiter(order, host, networked.fds), Stop())
+            run_role(networked, _waiter(order, run, host, networked.fds), Stop())
         except (RunOver, Fenced, Refused):
             networked.save()
             raise
@@ -143,9 +143,21 @@ def _play(order: Order, run: Run, host: Host, incarnation: int) -> None:
     networked.close()
 
 
-def _waiter(order: Order, host: Host, also: Sequence[int] = ()) -> Waiter:
+def _waiter(order: Order, run: Run, host: Host, also: Sequence[int] = ()) -> Waiter:
     fd = order.eventfds[host.plan.role_index(order.name)]
-    return Waiter(host.sleeping, host.sleeping_word(order.name), fd, also=also)
+    word = host.sleeping_word(order.name)
+    return Waiter(host.sleeping, word, fd, spin_seconds(busy_threads(run)), also)
+
+
+def busy_threads(run: Run) -> int:
+    """Threads of this host's roles that would use a core each if they could."""
+    actor, learner = run.config.actor, run.config.learner
+    threads = {
+        "actor": max(actor.actor_threads, actor.env_threads),
+        "learner": learner.learner_threads,
+        "evaluator": 0,  # now and then
+    }
+    return sum(threads.get(role, 1) for _, role in run.plan.roles)
 
 
 if __name__ == "__main__":

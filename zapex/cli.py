@@ -193,6 +193,7 @@ def _findings(run: Resolved) -> "list[Finding]":
         replay_bytes(schema, config),
         processes=1 if config.run.inline else config.actor.actors + 4,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        huge_pages=config.replay.huge_pages,
     )
 
 

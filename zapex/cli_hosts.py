@@ -116,6 +116,7 @@ def _prepared(run: Resolved, part: "Part") -> Config:
             replay_bytes(schema, config) if part == "replay" else 1,
             processes={"replay": 2, "actor": config.actor.actors + 2, "learner": 3}[part],
             cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            huge_pages=config.replay.huge_pages and part == "replay",
         )
     )
     print(run.spec.describe, *run.spec.notes, sep="\n")

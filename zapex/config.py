@@ -93,6 +93,8 @@ class ReplayConfig(Section):
     """How a batch is drawn."""
     prefetch: int = bounded(2, low=1, high=64)
     """Batches asked for ahead of the learner."""
+    huge_pages: bool = bounded(False, local=True)
+    """Keep the memory in huge pages, which must have been reserved (zapex doctor says how)."""
 
 
 @dataclass(frozen=True)

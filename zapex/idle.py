@@ -18,6 +18,7 @@ from typing import Any
 
 from zapex.atomics import Words, fence_full, load_relaxed, store_relaxed
 from zapex.jit import kernel
+from zapex.machine import Machine
 
 MAX_SLEEP_S = 0.1
 _SPIN_S = 20e-6
@@ -26,9 +27,9 @@ _SPIN_S = 20e-6
 def spin_seconds(roles: int) -> float:
     """How long a role may spin before it sleeps; 0 where it would take a core from another role.
 
-    roles: how many busy processes share this machine's cores.
+    roles: how many busy threads share the cores that we may use, a container's limit included.
     """
-    return _SPIN_S if len(os.sched_getaffinity(0)) > roles else 0.0
+    return _SPIN_S if Machine.look().cores > roles else 0.0
 
 
 @kernel

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from zapex import checkpoint, recorders
+from zapex import checkpoint, preflight, recorders
 from zapex.child import Order
 from zapex.config import Config
 from zapex.curve import draw
@@ -261,13 +261,15 @@ class Session:
 
     # A process for each role.
 
+    @preflight.limits_told()
     def run_processes(self) -> int:
         """Start the roles, watch them, and end them within five seconds of being asked to."""
         control = Segment.create("zapex-control", self.plan.nbytes)
         eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in self.plan.roles]
         experience = None
         if self._experience_bytes:
-            experience = Segment.create("zapex-experience", self._experience_bytes)
+            huge = self.run.config.replay.huge_pages
+            experience = Segment.create("zapex-experience", self._experience_bytes, huge_pages=huge)
         slots = experience.buffer if experience is not None else _zeros(0)
         host = Host(self.plan, control.buffer, slots, eventfds, create=True)
         control.populate()

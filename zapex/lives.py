@@ -32,7 +32,9 @@ class RestartPolicy:
     """How soon a dead child is started again, and when no more.
 
     The delay doubles from `first_s` to `longest_s` with each short life in a row and is spread by
-    +-`jitter`. Too many short lives in a row, or too many deaths in a window, is giving up.
+    +-`jitter`. Too many short lives in a row, or too many deaths in a window, is giving up. A role
+    that fails by itself at every start will go on failing; one that is killed (by whoever wants
+    memory, say) may find better times, and is given more lives, further apart.
     """
 
     first_s: float = 0.1
@@ -40,6 +42,7 @@ class RestartPolicy:
     jitter: float = 0.25
     short_life_s: float = 10.0
     most_short_lives: int = 5
+    most_short_lives_killed: int = 10
     window_s: float = 600.0
     most_deaths: int = 30
 
@@ -184,16 +187,25 @@ class Backoff:
         self._policy = policy
         self._rng = rng
         self._short_lives = 0
+        self._failures = 0  # of them, those that nobody else brought about
         self._deaths: deque[float] = deque()
 
-    def after_death(self, now_s: float, lived_s: float) -> float | str:
-        """The delay in seconds until the next life, or the reason why there is none."""
+    def after_death(self, now_s: float, lived_s: float, *, killed: bool = False) -> float | str:
+        """The delay in seconds until the next life, or the reason why there is none.
+
+        killed: by SIGKILL, which says nothing of what the role would have done.
+        """
         policy = self._policy
-        self._short_lives = self._short_lives + 1 if lived_s < policy.short_life_s else 0
+        short = lived_s < policy.short_life_s
+        self._short_lives = self._short_lives + 1 if short else 0
+        self._failures = self._failures + (not killed) if short else 0
         self._deaths.append(now_s)
         while self._deaths[0] <= now_s - policy.window_s:
             self._deaths.popleft()
-        if self._short_lives >= policy.most_short_lives:
+        if (
+            self._failures >= policy.most_short_lives
+            or self._short_lives >= policy.most_short_lives_killed
+        ):
             return (
                 f"it died {self._short_lives} times in a row within {policy.short_life_s:g} s "
                 "of its start"

@@ -7,7 +7,9 @@
 Looks and tries, but keeps and changes nothing; imports neither torch nor numba.
 """
 
+import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib.util
 import mmap
@@ -18,7 +20,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zapex.errors import ConfigError
+from zapex.errors import ConfigError, ZapexError
 from zapex.machine import Machine, memory_fact
 
 _PROCESS_BYTES = 300 << 20  # a role's private memory with torch and the emulators: 220 MiB and up
@@ -26,6 +28,13 @@ _PROCESS_ADDRESSES_BYTES = 4 << 30  # libraries and thread stacks map far more t
 _DESCRIPTORS = 64
 _DESCRIPTORS_PER_PROCESS = 16  # pidfd and log in the parent; segments, eventfds, sockets, files
 _MADV_POPULATE_WRITE = 23
+_LIMITS = {
+    errno.EMFILE: "raise the limit of open files, `ulimit -n`",
+    errno.ENFILE: "the whole machine has too many open files",
+    errno.EAGAIN: "no more processes: raise `ulimit -u`, or in a container --pids-limit",
+    errno.ENOMEM: "no memory for another process",
+    errno.ENOSPC: "the disk of the run's directory is full",
+}
 _UNCONFINED = "in a container: docker run --security-opt seccomp=unconfined"
 
 
@@ -68,7 +77,8 @@ def check(
     """
     machine = Machine.look(cuda_visible_devices, root)
     return [
-        _memory(machine, required_bytes + processes * _PROCESS_BYTES),
+        # Huge pages are reserved: what is free does not count them.
+        _memory(machine, (0 if huge_pages else required_bytes) + processes * _PROCESS_BYTES),
         _dev_shm(root),
         *_limits(required_bytes, processes),
         _cores(machine, processes),
@@ -84,6 +94,17 @@ def demand(findings: Sequence[Finding]) -> None:
     wrong = [str(finding) for finding in findings if not finding.enough]
     if wrong:
         raise ConfigError("this machine has too little for the run. " + ". ".join(wrong))
+
+
+@contextlib.contextmanager
+def limits_told() -> Iterator[None]:
+    """A limit of the system that is met on the way becomes one clear error, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ZapexError) or error.errno not in _LIMITS:
+            raise
+        raise ZapexError(f"{error.strerror}: {_LIMITS[error.errno]}; see `zapex doctor`") from error
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

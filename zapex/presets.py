@@ -227,7 +227,12 @@ def _capacity_in(share_bytes: int, schema: Schema, config: Config) -> int:
 
 
 def check_memory(config: Config, schema: Schema, machine: Machine) -> None:
-    """Raises ConfigError, naming the capacity that would fit, where the replay does not."""
+    """Raises ConfigError, naming the capacity that would fit, where the replay does not.
+
+    Reserved huge pages are none of the free memory; they are counted before the start.
+    """
+    if config.replay.huge_pages:
+        return
     needed = replay_bytes(schema, config)
     room = int(_MOST_MEMORY_SHARE * machine.memory_bytes)
     if needed <= room:

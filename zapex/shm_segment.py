@@ -159,6 +159,8 @@ class Segment:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                mend = "close what is open, or raise the limit: ulimit -n shows and sets it"
             raise SharedMemoryError(
                 error.errno,
                 f"{needed}: {error.strerror}; {free_bytes / 2**20:.1f} MiB free; {mend}",
@@ -173,7 +175,8 @@ class Segment:
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            size_bytes = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            size_bytes, page_bytes = status.st_size, status.st_blksize
         except OSError as error:
             raise SharedMemoryError(
                 error.errno, f"descriptor {fd} is no shared memory ({error.strerror})"
@@ -181,6 +184,8 @@ class Segment:
         wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if seals & wanted != wanted:
             raise SharedMemoryError(f"descriptor {fd} is not sealed against resizing: not ours")
+        if expected_bytes is not None and page_bytes > mmap.PAGESIZE:  # whole huge pages
+            expected_bytes = -(-expected_bytes // page_bytes) * page_bytes
         if expected_bytes is not None and size_bytes != expected_bytes:
             raise SharedMemoryError(
                 f"descriptor {fd} has {size_bytes} bytes, {expected_bytes} were expected: "

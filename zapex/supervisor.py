@@ -346,14 +346,16 @@ class Supervisor:
             end = Died(name, popen.pid, child.incarnation, how, said, lived_s)
         events: list[Event] = [end]
         if isinstance(end, Died) and child.spec.restart and not self._stopping:
-            events.append(self._next_life(child, lived_s))
+            events.append(self._next_life(child, lived_s, killed=status == -signal.SIGKILL))
         if self._on_death is not None:
             self._on_death(end)
         return events
 
-    def _next_life(self, child: _Child, lived_s: float) -> Restarting | GaveUp:
+    def _next_life(
+        self, child: _Child, lived_s: float, killed: bool = False
+    ) -> Restarting | GaveUp:
         now_s = time.monotonic()
-        verdict = child.backoff.after_death(now_s, lived_s)
+        verdict = child.backoff.after_death(now_s, lived_s, killed=killed)
         if isinstance(verdict, str):
             return GaveUp(child.spec.name, verdict)
         child.restart_s = now_s + verdict

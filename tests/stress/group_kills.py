@@ -4,7 +4,8 @@
 
 Each run is a session of its own, so that whatever it ever started is found in /proc by the number
 of its session. What it had in /dev/shm is known by who had it open or mapped at the kill, and by
-process numbers in names. Half of the kills come while the processes are starting.
+process numbers in names. Half of the kills come once all processes are there, the others while
+they are being started.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 from benchmarks.train_run import zapex_command
 
 _GONE_S = 5.0
+_PROCESSES = 4  # parent, actor, replay, learner
 _RUN = "--env CartPole-v1 --preset smoke --plain --max-frames 0 --max-minutes 0"
 _SESSION = 3  # of the fields of /proc/PID/stat that follow the name; the state is the first
 
@@ -60,13 +62,15 @@ def shared_names(pids: Sequence[int]) -> set[str]:
 
 def kill_once(rng: random.Random, directory: Path) -> tuple[str, int, float]:
     """How it was killed, how many processes there were, and seconds until none was."""
-    how = rng.choice(["group", "parent"])
+    how, all_are_there = rng.choice(["group", "parent"]), rng.random() < 0.5
     with (directory / "log").open("wb") as log:
         run = subprocess.Popen(
             [*zapex_command(), "train", *_RUN.split(), "--run-dir", str(directory / "run")],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    time.sleep(rng.uniform(0.0, 2.0) if rng.random() < 0.5 else rng.uniform(2.0, 6.0))
+    while all_are_there and len(processes_of(run.pid)) < _PROCESSES and run.poll() is None:
+        time.sleep(0.05)
+    time.sleep(rng.uniform(0.0, 4.0))
     pids = processes_of(run.pid)
     shared = shared_names(pids)
     if run.poll() is not None:
