@@ -84,8 +84,10 @@ def _close(i: int, words: Any, streams: Any, headers: Any, mem: Any, frame_table
     headers[header + SEQUENCE] = words[_SEQUENCE]
     headers[header + STREAM] = words[_FIRST_STREAM] + i
     words[_SEQUENCE] += 1
+    # STEP chunk-stamped
     # SYNC chunk-whole: commit (release state) -> the replay's accept (acquire state)
     store_release(headers, header + STATE, words[_CLOSED_STATE])
+    # STEP chunk-committed
     closed[words[_CLOSED]] = slot
     words[_CLOSED] += 1
     stream[_SLOT] = _NO_SLOT
@@ -109,6 +111,7 @@ def _open(i: int, words: Any, streams: Any, headers: Any, mem: Any, frame_table:
     stream[_ROWS] = 0
     stream[_AGE] = 0
     headers[stream[_SLOT] * HEADER_WORDS + COUNT] = 0
+    # STEP slot-opened
     return True
 
 
@@ -216,6 +219,7 @@ def add_kernel(start: int, mask: Any, flags: Any, obs: Any, staged: Any, reward:
             size, depth = frame_table[c, _F_BYTES], frame_table[c, _F_STACK]
             copy_bytes(mem, body + frame_table[c, _F_SECTION] + frame * size,
                        obs[c], ((i + 1) * depth - 1) * size, size)  # fmt: skip
+        # STEP frame-written
         for j in range(stack - 1):
             pending_frames[i, p + 1, j] = pending_frames[i, p, j + 1]
         pending_frames[i, p + 1, stack - 1] = frame
@@ -247,6 +251,7 @@ def add_kernel(start: int, mask: Any, flags: Any, obs: Any, staged: Any, reward:
             completed[words[_COMPLETED]] = stream[_SLOT] * words[_CHUNK] + row
             completed_priority[words[_COMPLETED]] = given
             words[_COMPLETED] += 1
+            # STEP row-written
             stream[_ROWS] = row + 1
         headers[stream[_SLOT] * HEADER_WORDS + COUNT] = stream[_ROWS]
         stream[_PENDING] = p + 1 - done
