@@ -176,7 +176,6 @@ class ShmExperienceSink:
             if count == 0:
                 return None
             grants = self._grants.take(count)
-            # STEP grants-taken
             mine = grants["slot"][grants["incarnation"] == self._incarnation]
             if len(mine):  # the rest were for a former life; the replay has taken them back
                 self._map(mine)
@@ -193,7 +192,6 @@ class ShmExperienceSink:
         if len(slots):
             if not self._commits.try_offer(slots):
                 raise PeerError("the ring of commits is full: it is larger than all credit")
-            # STEP chunks-announced
             self._intake.wake()
 
 
@@ -230,9 +228,7 @@ class ShmExperienceSource:
     def committed(self, actor: int) -> NDArray[np.int64]:
         """Slots that `actor` handed over since the last call, in order."""
         consumer = self._commits[actor]
-        slots = consumer.take(consumer.ring.capacity)
-        # STEP commits-taken
-        return slots
+        return consumer.take(consumer.ring.capacity)
 
     def has_room(self, actor: int, count: int) -> bool:
         """The ring takes `count` grants; a dead life's stay in it until the next life looks."""
@@ -249,7 +245,6 @@ class ShmExperienceSource:
         records["slot"], records["incarnation"] = slots, incarnation
         if not self._grants[actor].try_offer(records):
             raise PeerError(f"actor {actor} does not take its grants: the ring is full")
-        # STEP grants-sent
         self._wakers[actor].wake()
 
 
@@ -278,7 +273,6 @@ class ShmSampleSource:
         """Ask for one more batch."""
         if not self._requests.try_offer(np.array([self._batch_size])):
             raise PeerError("more batches are asked for than the ring of requests holds")
-        # STEP batch-requested
         self._replay.wake()
 
     def ready(self) -> bool:
@@ -301,9 +295,7 @@ class ShmSampleSource:
         torn = self._store.gather(answer["keys"], batch.layout, batch.memory, batch.keys)
         if torn:
             batch.weights[batch.keys == NO_KEY] = 0.0
-        # STEP batch-gathered
         self._answers.release(1)  # from here on the replay may hand evicted slots out again
-        # STEP batch-released
         return Sampled(torn, live)
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
@@ -314,9 +306,7 @@ class ShmSampleSource:
         ring = self._updates.ring
         record = ring.records[sequence & (ring.capacity - 1)]
         record["keys"], record["priorities"] = keys, priorities
-        # STEP update-written
         self._updates.commit(1)
-        # STEP update-sent
         return True
 
 
@@ -369,12 +359,9 @@ class ShmSampleSink:
         record = ring.records[sequence & (ring.capacity - 1)]
         record["total"], record["live"], record["smallest"] = draw.total, draw.count, draw.smallest
         record["keys"], record["indices"], record["leaves"] = draw.keys, draw.indices, draw.leaves
-        # STEP answer-written
         self._answers.commit(1)
-        # STEP answer-given
         self._requests.poll(1)
         self._requests.release(1)
-        # STEP request-released
         self._learner.wake()
 
     def updates(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -390,9 +377,7 @@ class ShmSampleSink:
             try:
                 yield record["keys"], record["priorities"]
             finally:
-                # STEP update-applied
                 self._updates.release(1)
-                # STEP update-released
 
 
 class ShmParameters:
