@@ -82,14 +82,16 @@ def form_of(layout: ReplayLayout) -> Form:
 class NetworkReplay:
     """A replay server's process, without the process: made over a Memory, dropped, made again."""
 
-    def __init__(self, memory: Memory, url: str, security: Security | None = None) -> None:
+    def __init__(
+        self, memory: Memory, url: str, security: Security | None = None, **kwargs: Any
+    ) -> None:
         layout = memory.layout
         self.replay = memory.replay()
         self.roster = Roster(memory.roster, memory.actors, self.replay.store.header_rows)
         mailbox = Mailbox(memory.parameters, PARAMETER_BYTES)
         self.server = ZmqServer(
             url, form_of(layout), CONFIG, self.roster, security or Security(),
-            incarnation=time.time_ns(), params_version=lambda: mailbox.version,
+            incarnation=time.time_ns(), params_version=lambda: mailbox.version, **kwargs,
         )  # fmt: skip
         OPEN.append(self.server)
         self.url = self.server.url

@@ -1,7 +1,7 @@
 """The commands of a run on many hosts: replay, actor, learner, and keygen for their keys."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ class _ReplayOptions:
     """Directory of `zapex keygen` with replay.key and public.json."""
     insecure_network: bool = False
     """Do without keys, on a network where everybody may read and change everything."""
+    network_memory: int = 1024
+    """MiB that messages under way may take; peers for which most is waiting are hung up on."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ def replay(args: list[str]) -> int:
     config = _prepared(run, "replay")
     from zapex import cluster
 
-    place = _place(run, "replay", run.more.listen)
+    place = replace(
+        _place(run, "replay", run.more.listen), network_memory_bytes=run.more.network_memory << 20
+    )
     return cluster.replay(config, run.spec, place)
 
 

@@ -296,6 +296,7 @@ def make_replay_there(run: Run, place: Place, host: Host, incarnation: int) -> N
     server = ZmqServer(
         place.url, form_of(run), run.config.shared(), roster, security_of(place),
         incarnation=incarnation, params_version=lambda: mailbox.version,
+        memory_bytes=place.network_memory_bytes,
     )  # fmt: skip
     source = ZmqExperienceSource(server, replay.store)
     sink = ZmqSampleSink(server, replay.store)

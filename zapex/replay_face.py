@@ -5,15 +5,15 @@ HandleClient        another process's of this host
 UrlClient           another host's
 """
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex.arguments import BOOL, FLOAT32, column, magnitudes, observations, stage
+from zapex import arguments
 from zapex.batch import Batch
 from zapex.errors import ConfigError, SchemaError
-from zapex.nstep import flat_observations
 from zapex.schema import BatchLayout, Schema
 from zapex.transitions import TransitionPacker
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Normalise = Literal["batch", "memory"]
 _NORMALISE = get_args(Normalise)
-_BYTE = np.dtype(np.uint8)
 
 
 class Home(Protocol):
@@ -63,19 +62,18 @@ class Home(Protocol):
         """Open slots without a row."""
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """Whole transitions, checked: B rows by the schema's column names.
 
-    staged (B,): records of the step columns. magnitudes (B,) float64: |priority|, -1 where none is
-    given. The rest is as `extend` takes it.
+    staged (B,): records of the step columns. numbers (B, 3) float32: reward, discount, |priority|.
+    magnitudes (B,) float64: |priority|, -1 where none is given.
     """
 
     obs: dict[str, NDArray[Any]]
     next_obs: dict[str, NDArray[Any]]
     staged: NDArray[Any]
-    reward: NDArray[np.float32]
-    discount: NDArray[np.float32] | None
-    terminated: NDArray[np.bool_] | None
+    numbers: NDArray[np.float32]
     magnitudes: NDArray[np.float64]
 
 
@@ -113,21 +111,28 @@ class ReplayFace:
         schema = self.schema
         returns = np.asarray(reward)
         rows = returns.size
-        returns = column(returns, FLOAT32, (rows,), "reward")
+        numbers = np.empty((rows, 3), np.float32)
+        numbers[:, 0] = arguments.column(returns, arguments.FLOAT32, (rows,), "reward")
         if terminated is None and discount is None:
             raise SchemaError(
                 "extend needs terminated or discount: where does no bootstrap follow?"
             )
-        follows = None if discount is None else column(discount, FLOAT32, (rows,), "discount")
-        ends = None if terminated is None else column(terminated, BOOL, (rows,), "terminated")
+        numbers[:, 1] = schema.gamma**schema.n_step
+        if discount is not None:
+            numbers[:, 1] = arguments.column(discount, arguments.FLOAT32, (rows,), "discount")
+        if terminated is not None:
+            numbers[arguments.column(terminated, arguments.BOOL, (rows,), "terminated"), 1] = 0.0
         if truncated is not None:
-            column(truncated, BOOL, (rows,), "truncated")
-        given = np.full(rows, -1.0) if priorities is None else magnitudes(priorities, rows)
+            arguments.column(truncated, arguments.BOOL, (rows,), "truncated")
+        magnitudes = np.full(rows, -1.0)
+        if priorities is not None:
+            magnitudes = arguments.magnitudes(priorities, rows)
+        numbers[:, 2] = magnitudes
         staged = np.empty(rows, schema.step_dtype)
-        stage(schema, action, extras, staged)
-        before = observations(schema, obs, rows, "obs")
-        after = observations(schema, next_obs, rows, "next_obs")
-        return self._take(Rows(before, after, staged, returns, follows, ends, given))
+        arguments.stage(schema, action, extras, staged)
+        before = arguments.observations(schema, obs, rows, "obs")
+        after = arguments.observations(schema, next_obs, rows, "next_obs")
+        return self._take(Rows(before, after, staged, numbers, magnitudes))
 
     def _take(self, rows: Rows) -> NDArray[np.int64]:
         """Store them; their keys (B,)."""
@@ -180,22 +185,17 @@ class Extender:
             home.reserve_streams(1)
             self._packer = packer
         packer = self._packer
-        count = len(rows.reward)
-        if not count:
-            return np.empty(0, np.int64)
+        count = len(rows.numbers)
         home.admit(count)
-        schema = home.layout.schema
-        columns = flat_observations(schema, rows.obs), flat_observations(schema, rows.next_obs)
-        records = rows.staged.view(_BYTE)
+        columns = packer.flat(rows.obs, count), packer.flat(rows.next_obs, count)
+        records = rows.staged.view(np.uint8).reshape(count, rows.staged.dtype.itemsize)
         indices, keys = np.empty(count, np.int64), np.empty(count, np.int64)
         done = 0
         while True:
             first = done
-            done = packer.pack(
-                first, *columns, records, rows.reward, rows.discount, rows.terminated,
-                rows.magnitudes, home.shard, indices, keys,
-            )  # fmt: skip
+            done = packer.pack(first, *columns, records, rows.numbers, indices)
             # Before the next slot: its eviction may take these rows already.
+            keys[first:done] = home.store.keys_of(indices[first:done], home.shard)
             home.grown(indices[first:done], rows.magnitudes[first:done])
             if done == count:
                 return keys

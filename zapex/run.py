@@ -40,6 +40,7 @@ class Place:
     """Where one of several hosts stands in a run, and what the replay said when it joined.
 
     url: of the replay; its own, to listen at. keys: a directory of `zapex keygen`; "": none.
+    network_memory_bytes: what messages under way may take at the replay.
     host: one number for one life of this host's parent. numbers: what its actors are called in
     the run. total_actors, chunk, epoch: the run's, as in a Welcome.
     """
@@ -48,6 +49,7 @@ class Place:
     url: str
     keys: str = ""
     insecure_network: bool = False
+    network_memory_bytes: int = 1 << 30
     host: int = 0
     numbers: tuple[int, ...] = ()
     total_actors: int = 0

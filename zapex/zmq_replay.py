@@ -128,20 +128,25 @@ class ZmqExperienceSource:
         if actor >= self._roster.actors:
             raise BadMessage(f"the run has {self._roster.actors} actors, got number {actor}")
         if not self._is_settled(actor) or self._lives[actor] != session.host:
-            self.counts["uncredited"] += 1
+            self._out_of_season(session, "uncredited")
             return
         incarnation, expected = self._roster.state(actor)
         self._touched.add(actor)
         if push.incarnation < incarnation or (
             push.incarnation == incarnation and push.sequence < expected
         ):
-            self.counts["doubled"] += 1
+            self._out_of_season(session, "doubled")
         elif push.sequence != (expected if push.incarnation == incarnation else 0):
-            self.counts["early"] += 1
+            self._out_of_season(session, "early")
         elif not self._slots[actor]:
-            self.counts["uncredited"] += 1
+            self._out_of_season(session, "uncredited")
         else:
             self._commit(self._slots[actor].popleft(), push)
+            self._server.forgive(session, BULK)
+
+    def _out_of_season(self, session: Session, what: str) -> None:
+        self.counts[what] += 1
+        self._server.strike(session, BULK)
 
     def _commit(self, slot: int, push: Push) -> None:
         store = self._store
@@ -204,7 +209,10 @@ class ZmqSampleSink:
 
     def answer(self, draw: Draw) -> None:
         """Answer the oldest request; it stays where the batch cannot be sent."""
-        session = next(s for s in self._reachable() if s.requests)
+        session = next((s for s in self._reachable() if s.requests), None)
+        if session is None:  # it was lost since `requests` counted
+            self.counts["dropped"] += 1
+            return
         sequence = next(iter(session.requests))
         del session.requests[sequence]
         self.issued += 1

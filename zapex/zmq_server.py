@@ -3,7 +3,7 @@
 A client has two connections, and a session from its hello on. Routing ids are libzmq's own, a new
 one for each connection, so nobody can take another's place; what comes on a connection that did
 not say hello is answered with "say hello" and dropped. A peer whose bytes break the rules loses its
-session (libzmq offers no way to hang up on it) and is counted.
+session and is counted, and is hung up on (zmq_guard.py) when it does so again and again.
 """
 
 import json
@@ -21,12 +21,16 @@ from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
 from zapex.message_header import Form, Kind
 from zapex.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.roster import Roster
+from zapex.zmq_guard import Guard
 from zapex.zmq_socket import Gatekeeper, Security, listen, receive, send
 
 _SESSION_S = 10.0  # a host that was silent for so long may lose its actor numbers to another
 _FORGET_S = 60.0
 _AT_MOST = 256  # messages taken in before the duty cycle goes on
 _ERRORS_PER_S = 100.0
+_LARGE_BYTES = 1 << 16  # a message that counts when libzmq keeps it
+_SLIGHT = 1 / 128  # of a strike: what an honest peer does now and then, at a bad moment
+MEMORY_BYTES = 1 << 30
 MAY_SEND = {
     "relay": {Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.STATS, Kind.BYE},
     "learner": {Kind.HELLO, Kind.SAMPLE, Kind.UPDATE, Kind.PUBLISH, Kind.PULL, Kind.STATS,
@@ -57,8 +61,9 @@ class ZmqServer:
     """All connections of the replay; `do_work()` takes in what has come.
 
     form: what this run's messages look like. config: its shared settings, which a client's must
-    equal. What the faces set: `handlers` by kind, `chores` of every duty cycle, and `credit_bytes`,
-    what an actor may push.
+    equal. memory_bytes: what messages under way may take, whatever peers do (zmq_guard.py). What
+    the faces set: `handlers` by kind, `chores` of every duty cycle, and `credit_bytes`, what an
+    actor may push.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class ZmqServer:
         *,
         incarnation: int,
         params_version: Callable[[], int],
+        memory_bytes: int = MEMORY_BYTES,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.form, self.roster = form, roster
@@ -85,6 +91,12 @@ class ZmqServer:
         self._params_version, self._clock_s = params_version, clock_s
         self._secure = security.keys is not None
         security.check(url, "--listen")
+        least = 4 * (form.largest_answer_bytes + form.parameter_bytes)
+        if memory_bytes < least:
+            raise ConfigError(
+                f"--network-memory must be at least {-(-least >> 20)} MiB for batches and "
+                f"parameters of this size, got {memory_bytes >> 20}"
+            )
         self._context: Any = zmq.Context()
         self._gate = Gatekeeper(self._context, security.keys)
         try:
@@ -94,6 +106,7 @@ class ZmqServer:
             self._context.destroy(linger=0)
             raise
         self.url = self._socket.last_endpoint.decode()
+        self._guard = Guard(memory_bytes, self.url)
         self.over = ""  # why the run has ended, from the learner
         self._sessions: dict[tuple[str, int], Session] = {}
         self._routes: dict[bytes, tuple[Session, int]] = {}
@@ -121,13 +134,16 @@ class ZmqServer:
         route = session.routes[channel]
         if route is None:
             return None
+        parts = messages.encode(message)
         try:
-            tracker = send(self._socket, [route, *messages.encode(message)])
+            tracker = send(self._socket, [route, *parts])
         except PeerError:
             self._forget_route(route)
             return None
         if tracker is None:
             self.counts["unsent"] += 1
+        elif (nbytes := sum(part.nbytes for part in parts)) >= _LARGE_BYTES:
+            self._guard.sent(route, nbytes, tracker)
         return tracker
 
     def actor_states(self, actors: Any) -> NDArray[np.void]:
@@ -171,14 +187,34 @@ class ZmqServer:
 
     def close(self) -> None:
         """Hang up."""
+        self._guard.close()
         self._socket.close()
         self._gate.close()
         self._context.destroy(linger=0)
+
+    @property
+    def hung_up(self) -> int:
+        """Connections that were ended here."""
+        return self._guard.hung_up
+
+    def strike(self, session: Session, channel: int) -> None:
+        """A client did what it may do at a bad moment, but not all the time."""
+        route = session.routes[channel]
+        if route is not None:
+            self._guard.strike(route, _SLIGHT)
+
+    def forgive(self, session: Session, channel: int) -> None:
+        """A client did its work."""
+        route = session.routes[channel]
+        if route is not None:
+            self._guard.forgive(route, _SLIGHT)
 
     # One message.
 
     def _take(self, parts: list[Any]) -> None:
         route = parts[0].bytes
+        if not self._guard.took(route, parts[0].get(zmq.SRCFD), sum(map(len, parts))):
+            return
         try:
             message = messages.decode(parts[1:], self.form)
         except BadMessage as error:
@@ -191,6 +227,7 @@ class ZmqServer:
         if session is None:
             self.counts["unknown"] += 1
             self._answer_error(route, Fault.HELLO_FIRST, "say hello")
+            self._guard.strike(route, _SLIGHT)
             return
         session.heard_s = self._clock_s()
         if message.kind not in MAY_SEND[session.role]:
@@ -198,6 +235,7 @@ class ZmqServer:
             self._answer_error(
                 route, Fault.REFUSED, f"a {session.role} may not send {message.kind.name}"
             )
+            self._guard.strike(route)
             return
         if message.kind in self.handlers:
             try:
@@ -210,6 +248,7 @@ class ZmqServer:
         fault = Fault.REFUSED if isinstance(error, OtherVersion) else Fault.BAD
         self._answer_error(route, fault, str(error))
         self._forget_route(route)
+        self._guard.strike(route)
 
     def _answer_error(self, route: bytes, fault: Fault, text: str) -> None:
         # Whoever floods us with nonsense gets silence from some point on.

@@ -1,6 +1,7 @@
 """Sockets of a run: their limits, who may connect, and what a network that is not ours demands."""
 
 import ipaddress
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,7 @@ def listen(
     context: "zmq.Context[Any]", url: str, security: Security, largest_part_bytes: int
 ) -> Any:
     """A bound ROUTER, after the check and the Gatekeeper. Raises ConfigError if it is taken."""
+    _allow_descriptors()
     router = context.socket(zmq.ROUTER)
     _set(
         router,
@@ -153,6 +155,14 @@ def listen(
         router.close()
         raise ConfigError(f"--listen {url} cannot be had: {error.strerror}") from None
     return router
+
+
+def _allow_descriptors() -> None:
+    """As many connections as this user may have: whoever opens many shall not keep others out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def connect(

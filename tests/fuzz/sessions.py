@@ -109,7 +109,7 @@ class Sessions:
 
         with mock.patch.multiple(
             zmq_server, listen=_ANYTHING, Gatekeeper=_ANYTHING, send=send, receive=receive,
-            zmq=_ANYTHING,
+            zmq=_ANYTHING, Guard=_ANYTHING,
         ):  # fmt: skip
             server = ZmqServer(
                 "tcp://127.0.0.1:0", form, {}, roster, Security(), incarnation=1,

@@ -1,0 +1,526 @@
+"""zapex's own transports, measured: the real replay role in one process, real faces in others.
+
+    push     closed chunks that lie in slots, until the replay has acknowledged all of them
+             (over shm: until it has made them live)
+    pull     parameters newer than the last, asked for, until they lie in the reader's memory
+    sample   one batch asked for, until it is assembled in the learner's memory
+    update   priorities of one batch, until the replay has acknowledged them
+
+Throughput is with several under way: two pushes, four batches.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.transport_roofs import rate, timed
+from zapex import curve_keys
+from zapex.batch import Batch, aligned_zeros
+from zapex.chunk_store import ChunkStore
+from zapex.idle import Waiter
+from zapex.intake import Intake
+from zapex.message_header import Form, Kind
+from zapex.metrics import RoleMetrics
+from zapex.rate_limiter import LimiterConfig
+from zapex.replay import PrioritizedReplay, ReplayLayout
+from zapex.roles.replay_server import ReplayServer
+from zapex.roster import Roster
+from zapex.schema import (
+    ACTOR,
+    COMMITTED,
+    COUNT,
+    INCARNATION,
+    LIVE,
+    SEQUENCE,
+    STATE,
+    STREAM,
+    BatchLayout,
+    Column,
+    Schema,
+)
+from zapex.shm_mailbox import Mailbox
+from zapex.shm_segment import Segment
+from zapex.shm_transport import Host, HostPlan
+from zapex.zmq_client import ZmqLink
+from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.zmq_server import ZmqServer
+from zapex.zmq_socket import Security
+from zapex.zmq_transport import (
+    ChunkSender,
+    ZmqParameterSink,
+    ZmqParameterSource,
+    ZmqSampleSource,
+)
+
+PARAMETER_BYTES = 4 * 3_292_837  # the dueling net of arXiv 2110.13506
+_PREFETCH = 4
+_BETA = 0.4
+_DEADLINE_S = 60.0
+_REST_S = 0.03  # between two pulls: the next version is there by then
+_BUMP_S = 0.015
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is moved. rows: transitions of each chunk of one push."""
+
+    schema: Schema
+    chunk: int
+    rows: tuple[int, ...]
+    batch: int
+    parameter_bytes: int
+    capacity: int
+    actors: int = 1
+
+    @property
+    def layout(self) -> ReplayLayout:
+        """Of the replay's memory."""
+        streams = len(self.rows) * self.actors
+        return ReplayLayout(self.schema, self.capacity, streams, self.chunk)
+
+    @property
+    def form(self) -> Form:
+        """Of the messages."""
+        return Form(self.layout.chunk_layout, self.batch, self.parameter_bytes)
+
+    @property
+    def plan(self) -> HostPlan:
+        """Of the shared memory."""
+        return HostPlan(
+            replay=self.layout, actors=self.actors, envs_per_actor=len(self.rows),
+            batch_size=self.batch, prefetch=_PREFETCH, parameter_bytes=self.parameter_bytes,
+            beta=_BETA, eval_episodes=1,
+        )  # fmt: skip
+
+
+def atari(actors: int = 1, capacity: int = 40_000) -> Setting:
+    """800 transitions a push, 512 a batch, and the 13.17 MB of parameters."""
+    columns = {"obs": Column((84, 84), np.uint8, stack=4), "action": Column((), np.int64)}
+    schema = Schema(columns, n_step=3, gamma=0.99)
+    return Setting(schema, 64, (64,) * 12 + (32,), 512, PARAMETER_BYTES, capacity, actors)
+
+
+def of_size(nbytes: int) -> Setting:
+    """Chunks, batches and parameters of about so many bytes each."""
+    chunk, batch = (64, 32) if nbytes >= 1 << 16 else (1, 1)
+    item = max(1, nbytes // (chunk + 1))
+    columns = {"obs": Column((item,), np.uint8), "action": Column((), np.int64)}
+    schema = Schema(columns, n_step=1)
+    return Setting(schema, chunk, (chunk,), batch, nbytes, 8 * chunk)
+
+
+class Server:
+    """The replay role over either transport; parameters are renewed as they are taken."""
+
+    def __init__(
+        self, setting: Setting, source: Any, sink: Any, experience: Any, metrics: RoleMetrics
+    ) -> None:
+        layout = setting.layout
+        limits = LimiterConfig(
+            samples_per_insert=0, tolerance=0, min_size=setting.batch, batch=setting.batch,
+            grant=len(setting.rows) * setting.chunk, capacity=layout.capacity,
+        )  # fmt: skip
+        replay, streams = self.replay(setting, experience), len(setting.rows)
+        intake = Intake(source, replay, limits, actors=setting.actors, streams_per_actor=streams)
+        self.role = ReplayServer(
+            replay, intake, source, sink, metrics, batch_size=setting.batch, method="stratified"
+        )
+
+    @staticmethod
+    def replay(setting: Setting, experience: Any) -> PrioritizedReplay:
+        """Over the experience's memory."""
+        layout = setting.layout
+        return PrioritizedReplay(
+            layout.capacity, layout.schema, seed=1, streams=layout.streams, chunk=layout.chunk,
+            buffer=experience,
+        )  # fmt: skip
+
+    def serve(self, wait: Callable[[Callable[[], object], float], bool], mailbox: Mailbox,
+              taken: Callable[[], bool]) -> None:  # fmt: skip
+        """For ever."""
+        value = np.zeros(mailbox.value_bytes, np.uint8)
+        mailbox.publish(1, value)
+        bumped_s = time.monotonic()
+        while True:
+            if not self.role.do_work():
+                wait(self.role.ready, 0.005)
+            if taken() and time.monotonic() - bumped_s > _BUMP_S:
+                mailbox.publish(mailbox.version + 1, value)
+                bumped_s = time.monotonic()
+
+
+def serve_network(setting: Setting, url: str, security: Security) -> None:
+    """A replay server; all its memory is its own."""
+    layout = setting.layout
+    experience, control = aligned_zeros(layout.nbytes), setting.plan
+    experience[:] = 0  # populated
+    store = Server.replay(setting, experience).store
+    roster = Roster(
+        aligned_zeros(Roster.required_bytes(setting.actors)), setting.actors, store.header_rows
+    )
+    mailbox = Mailbox(
+        aligned_zeros(Mailbox.required_bytes(control.parameter_bytes)), control.parameter_bytes,
+        create=True,
+    )  # fmt: skip
+    server = ZmqServer(
+        url, setting.form, {}, roster, security, incarnation=time.time_ns(),
+        params_version=lambda: mailbox.version,
+    )  # fmt: skip
+    source = ZmqExperienceSource(server, store)
+    sink = ZmqSampleSink(server, store)
+    parameters = ZmqParameters(server, mailbox)
+    metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "replay", create=True)
+    Server(setting, source, sink, experience, metrics).serve(
+        server.wait, mailbox, lambda: parameters.sent_version == mailbox.version
+    )
+
+
+def make_host(setting: Setting) -> Host:
+    """Shared memory of the replay and its clients, before they are forked."""
+    plan = setting.plan
+    control = Segment.create("bench-control", plan.nbytes)
+    experience = Segment.create("bench-experience", plan.replay.nbytes)
+    experience.populate()
+    fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in plan.roles]
+    host = Host(plan, control.buffer, experience.buffer, fds, create=True)
+    for actor in range(plan.actors):
+        host.set_life(f"actor {actor}", 1)
+    host.set_life("learner", 1)
+    return host
+
+
+def waiter(host: Host, name: str) -> Callable[[Callable[[], object], float], bool]:
+    """How a process of that name waits."""
+    index = host.plan.role_index(name)
+    return Waiter(host.sleeping, host.sleeping_word(name), host.eventfds[index]).wait
+
+
+def serve_shm(setting: Setting, host: Host) -> None:
+    """A replay server over shared memory."""
+    source, sink = host.experience_source(), host.sample_sink()
+    parameters = host.parameter_sink()
+    Server(setting, source, sink, host.experience, host.metrics("replay")).serve(
+        waiter(host, "replay"), parameters._mailbox, lambda: True
+    )
+
+
+def write_chunk(setting: Setting, store: ChunkStore, slot: int, rows: int, actor: int) -> None:
+    """A closed chunk of random frames, but for its sequence."""
+    layout, schema = store.layout, setting.schema
+    window = np.arange(schema.stack, dtype=np.uint16)
+    first = np.arange(rows, dtype=np.uint16)[:, None] + window
+    column = layout.column("obs_frames", store.mem, store.body(slot))
+    column[:rows] = first
+    store.column(slot, "next_obs_frames")[:rows] = first + np.uint16(schema.n_step)
+    for name, value in (("reward", 0.0), ("discount", 1.0), ("priority", 1.0)):
+        store.column(slot, name)[:rows] = value
+    header = store.header_rows[slot]
+    header[COUNT], header[ACTOR], header[INCARNATION], header[STREAM] = rows, actor, 1, 0
+
+
+class NetworkClient:
+    """One actor host's relay, and, for the first of them, the learner."""
+
+    def __init__(self, setting: Setting, url: str, security: dict[str, Security], number: int):
+        self._setting = setting
+        layout = setting.layout
+
+        def link(role: str, host: int, actors: int) -> ZmqLink:
+            return ZmqLink(
+                url, role, host, 1, setting.form, {}, security[role],
+                schema_hash=layout.schema.hash, actors=actors,
+            )  # fmt: skip
+
+        self.relay = link("relay", 1 + number, 1)
+        slots = 2 * len(setting.rows)
+        self.store = ChunkStore(
+            aligned_zeros(ChunkStore.required_bytes(layout.chunk_layout, slots)),
+            layout.chunk_layout, slots,
+        )  # fmt: skip
+        rng = np.random.default_rng(number)
+        for slot in range(slots):
+            frames = self.store.column(slot, "obs").reshape(-1).view(np.uint8)
+            frames[:] = rng.integers(0, 255, frames.size, np.uint8)
+            write_chunk(setting, self.store, slot, setting.rows[slot % len(setting.rows)], 0)
+            self.store.header_rows[slot, STATE] = COMMITTED
+        self._free = list(range(slots))
+        self._sequence = 0
+        self.sender = ChunkSender(self.relay, self.store)
+        self._source = ZmqParameterSource(self.relay)
+        self._parameters = np.zeros(setting.parameter_bytes, np.uint8)
+        self._version = self.push_bytes = 0
+        self.relay.open(_DEADLINE_S)
+        if number == 0:
+            self.learner = link("learner", 1000, 0)
+            self.samples = ZmqSampleSource(self.learner, _BETA)
+            self._sink = ZmqParameterSink(self.learner)
+            self._batch_bytes = 0
+            take = self.learner.handlers[Kind.BATCH]
+
+            def weigh(message: Any) -> None:
+                self._batch_bytes += sum(part.nbytes for part in message.body)
+                take(message)
+
+            self.learner.handlers[Kind.BATCH] = weigh
+            self.learner.open(_DEADLINE_S)
+            channels_last = setting.schema.stack > 1  # as a learner on a CPU takes them
+            self.batch = Batch.empty(BatchLayout(setting.schema, setting.batch, channels_last))
+            self.priorities = np.ones(setting.batch, np.float32)
+
+    def _offer(self) -> None:
+        slots = [self._free.pop(0) for _ in self._setting.rows]
+        for slot in slots:
+            self.store.header_rows[slot, SEQUENCE] = self._sequence
+            self._sequence += 1
+        self.sender.offer(slots)
+
+    def _until(self, done: Callable[[], object], link: ZmqLink) -> None:
+        assert link.wait(done, _DEADLINE_S), link.waiting or "nothing came in time"
+
+    def _turn(self) -> int:
+        done = self.relay.do_work() + self.sender.do_work()
+        self._free += sorted(self.sender.take_freed())
+        return done
+
+    def push(self) -> None:
+        """One push, acknowledged."""
+
+        def done() -> bool:
+            self._turn()
+            return self.sender.unacknowledged == 0
+
+        self._until(lambda: len(self._free) >= len(self._setting.rows) or self._turn() < 0,
+                    self.relay)  # fmt: skip
+        before = self.sender.counts["bytes"]
+        self._offer()
+        self._until(done, self.relay)
+        self.push_bytes = self.sender.counts["bytes"] - before
+
+    def push_on(self) -> int:
+        """Wait until there is room for one more push, and begin it; bytes acknowledged."""
+        rows = len(self._setting.rows)
+        before = self.sender.counts["acknowledged"]
+
+        def room() -> bool:
+            self._turn()
+            return len(self._free) >= rows
+
+        self._until(room, self.relay)
+        self._offer()
+        self._turn()
+        return (self.sender.counts["acknowledged"] - before) * self.push_bytes // rows
+
+    def pull(self) -> None:
+        """The newest parameters, in our memory."""
+
+        def newer() -> bool:
+            version = self._source.newer_than(self._version, self._parameters)
+            self._version = max(version, self._version)
+            return version > 0
+
+        self._until(newer, self.relay)
+
+    def publish(self) -> None:
+        """New parameters, acknowledged."""
+        sink = self._sink
+        sink.publish(time.monotonic_ns(), self._parameters)  # above what the server renews
+        self._until(lambda: self.learner.do_work() < 0 or not sink.under_way, self.learner)
+
+    def sample(self) -> None:
+        """One batch."""
+        self.samples.request()
+        self.poll()
+
+    def poll(self) -> int:
+        """The next batch, in our memory; its bytes."""
+        before = self._batch_bytes
+        self._until(self.samples.ready, self.learner)
+        assert self.samples.poll(self.batch) is not None
+        return self._batch_bytes - before
+
+    def sample_on(self) -> int:
+        """The next batch, and ask for one more."""
+        got = self.poll()
+        self.samples.request()
+        return got
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the next batch."""
+        self._batch_bytes = 0
+        self.sample()
+        return self._batch_bytes
+
+    def update(self) -> None:
+        """New priorities for the last batch, acknowledged."""
+        assert self.samples.update(self.batch.keys, self.priorities)
+        self._until(
+            lambda: self.learner.do_work() < 0 or not self.samples.updates_under_way, self.learner
+        )
+
+
+class ShmClient:
+    """The same over shared memory: slots are written in place, rows are gathered from theirs."""
+
+    def __init__(self, setting: Setting, host: Host, number: int) -> None:
+        self._setting, self._host, self._number = setting, host, number
+        self._sink = host.experience_sink(number, 1)
+        self._wait = waiter(host, f"actor {number}")
+        self._learner_wait = waiter(host, "learner")
+        self._sequence = self._version = 0
+        self._source = host.parameter_source()
+        self._parameters = np.zeros(setting.parameter_bytes, np.uint8)
+        if number == 0:
+            self.samples = host.sample_source()
+            channels_last = setting.schema.stack > 1
+            self.batch = Batch.empty(BatchLayout(setting.schema, setting.batch, channels_last))
+            self.priorities = np.ones(setting.batch, np.float32)
+        self._written: set[int] = set()
+
+    def claim(self) -> np.ndarray:
+        """Slots with chunks in them; the frames were written the first time."""
+        found: list[np.ndarray] = []
+
+        def claim() -> bool:
+            slots = self._sink.try_claim()
+            if slots is not None:
+                found.append(slots)
+            return bool(found)
+
+        assert self._wait(claim, _DEADLINE_S)
+        store = self._sink.store
+        for slot, rows in zip(found[0].tolist(), self._setting.rows, strict=True):
+            write_chunk(self._setting, store, slot, rows, self._number)
+            header = store.header_rows[slot]
+            header[SEQUENCE], header[STATE] = self._sequence, COMMITTED
+            self._sequence += 1
+        return found[0]
+
+    def commit(self, slots: np.ndarray) -> None:
+        """Hand over, until the replay has made them live."""
+        last = int(slots[-1])
+        self._sink.commit(slots)
+        deadline = time.monotonic() + _DEADLINE_S
+        while self._sink.store.state(last) != LIVE:
+            os.sched_yield()
+            assert time.monotonic() < deadline
+
+    @property
+    def push_bytes(self) -> int:
+        """What crosses: slot numbers; the frames are where they belong."""
+        return 8 * len(self._setting.rows)
+
+    def pull(self) -> None:
+        """The newest parameters, in our memory."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not self._source.newer_than(self._version, self._parameters):
+            os.sched_yield()
+            assert time.monotonic() < deadline
+        self._version = self._source.version
+
+    def sample(self) -> None:
+        """One batch."""
+        self.samples.request()
+        self.sample_poll()
+
+    def sample_poll(self) -> None:
+        """The next batch."""
+        assert self._learner_wait(self.samples.ready, _DEADLINE_S)
+        assert self.samples.poll(self.batch) is not None
+
+    def update(self) -> None:
+        """New priorities for the last batch, taken by the replay."""
+        ring = self._host.ring("updates")
+        assert self.samples.update(self.batch.keys, self.priorities)
+        self._host.waker("replay").wake()
+        deadline = time.monotonic() + _DEADLINE_S
+        while ring.tail > ring.head:
+            os.sched_yield()
+            assert time.monotonic() < deadline
+
+
+def pulls(pull: Callable[[], None], seconds: float) -> dict[str, Any]:
+    """Microseconds of pulls that find something newer."""
+    times: list[float] = []
+    stop = time.monotonic() + 2 * seconds
+    while len(times) < 6 or time.monotonic() < stop:
+        time.sleep(_REST_S)
+        start = time.perf_counter_ns()
+        pull()
+        times.append(time.perf_counter_ns() - start)
+    found = np.percentile(np.array(times[1:]) / 1000, [50, 99])
+    return {"p50": float(found[0]), "p99": float(found[1]), "n": len(times) - 1}
+
+
+def measure_network(client: NetworkClient, setting: Setting, seconds: float) -> dict[str, Any]:
+    """Every operation of one client that is relay and learner at once."""
+    found: dict[str, Any] = {}
+    found["push_us"] = timed(client.push, seconds)
+    # The whole memory is filled before anything is drawn from it.
+    per_push = sum(setting.rows)
+    for _ in range(-(-setting.capacity // per_push)):
+        client.push_on()
+    found["push_mb_per_s"] = rate(client.push_on, seconds)
+    found["push_bytes"] = client.push_bytes
+    client.push()  # what is under way has arrived
+    found["pull_us"], found["pull_bytes"] = pulls(client.pull, seconds), setting.parameter_bytes
+    found["publish_us"] = timed(client.publish, seconds)
+    found["sample_us"] = timed(client.sample, seconds)
+    found["sample_bytes"] = client.batch_bytes
+    for _ in range(_PREFETCH):
+        client.samples.request()
+    found["sample_mb_per_s"] = rate(client.sample_on, seconds)
+    for _ in range(_PREFETCH):
+        client.poll()
+    found["update_us"], found["update_bytes"] = timed(client.update, seconds), 12 * setting.batch
+    return found
+
+
+def measure_shm(client: ShmClient, setting: Setting, seconds: float) -> dict[str, Any]:
+    """The same over shared memory."""
+    found: dict[str, Any] = {}
+    times: list[float] = []
+    stop = time.monotonic() + seconds
+    filled = -(-setting.capacity // sum(setting.rows))
+    while len(times) < filled + 5 or time.monotonic() < stop:
+        slots = client.claim()
+        start = time.perf_counter_ns()
+        client.commit(slots)
+        times.append(time.perf_counter_ns() - start)
+    found["push_us"] = {"p50": float(np.median(times[2:])) / 1000, "n": len(times) - 2}
+    found["push_bytes"] = client.push_bytes
+    found["pull_us"], found["pull_bytes"] = pulls(client.pull, seconds), setting.parameter_bytes
+    found["sample_us"] = timed(client.sample, seconds)
+    found["sample_bytes"] = client.batch.memory.nbytes
+    found["update_us"], found["update_bytes"] = timed(client.update, seconds), 12 * setting.batch
+    return found
+
+
+def securities(directory: Path | None) -> dict[str, Security]:
+    """Of each role: with the keys in `directory`, or without."""
+    if directory is None:
+        open_ = Security(insecure_network=True)
+        return dict.fromkeys((curve_keys.SERVER, *curve_keys.CLIENTS), open_)
+    if not directory.exists():
+        curve_keys.make(directory)
+    roles = (curve_keys.SERVER, *curve_keys.CLIENTS)
+    return {role: Security.load(str(directory), role, False) for role in roles}
+
+
+def warm() -> None:
+    """Compile (or load) every kernel before anybody is forked."""
+    setting = of_size(64)
+    replay = PrioritizedReplay(64, setting.schema, chunk=4)
+    obs = np.zeros((8, 32), np.uint8)
+    nothing = np.zeros(8, np.bool_)
+    replay.extend(
+        obs=obs, action=np.zeros(8, np.int64), reward=np.zeros(8, np.float32), next_obs=obs,
+        terminated=nothing, truncated=nothing,
+    )  # fmt: skip
+    batch = replay.sample(4)
+    replay.update_priorities(batch.keys, np.ones(4, np.float32))

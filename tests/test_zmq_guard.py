@@ -1,0 +1,218 @@
+"""Peers that break rules, ignore credit or read nothing: hung up on, in little memory."""
+
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.test_zmq_faults import Accounts, Relay, serving
+from tests.transport_rigs import (
+    BATCH,
+    PARAMETER_BYTES,
+    SCHEMA,
+    Memory,
+    NetworkReplay,
+    layout_of,
+    nothing_left_open,
+    until,
+)
+from zapex import messages as m
+from zapex.message_header import Kind, as_part
+from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE
+from zapex.zmq_guard import own_bytes
+from zapex.zmq_server import MAY_SEND
+
+__all__ = ["nothing_left_open"]  # a fixture of every test here
+MIB = 1 << 20
+
+
+@pytest.fixture
+def peer():
+    """Makes bare DEALERs: clients that follow no rules."""
+    context: Any = zmq.Context()
+
+    def connected(url: str) -> Any:
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(url)
+        return dealer
+
+    yield connected
+    context.destroy(linger=0)
+
+
+def hello(role: str, channel: int, host: int = 9) -> m.Hello:
+    return m.Hello(role, host, 1, channel, SCHEMA.hash, 1, {"env": "game", "gamma": 0.9})
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_who_breaks_the_rules_for_the_third_time_is_hung_up_on_and_nobody_else(
+    peer: Any, tmp_path: Path, scheme: str
+) -> None:
+    url = "tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/r"
+    memory, accounts = Memory(layout_of(400), 1), Accounts()
+    with serving(memory, accounts, url) as server:
+        relay = Relay(memory.layout, server.url)
+        bad = peer(server.url)
+        monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for _ in range(3):
+            bad.send_multipart([b"no header", b"no body"])
+        for _ in range(10):
+            relay.make()
+        until(
+            lambda: monitor.poll(0) and relay.sender.unacknowledged == 0,
+            lambda: (server.turn(), relay.turn()),
+            "the end of the bad one, and the other's chunks",
+        )
+        server.turn()
+        assert server.server.hung_up == 1
+        assert relay.link.counts["connections"] == 2
+        accounts.settle([relay])
+        relay.kill()
+
+
+@pytest.mark.parametrize("role", sorted(MAY_SEND))
+@pytest.mark.parametrize("kind", [k for k in Kind if k != Kind.HELLO])
+def test_a_role_is_heard_with_its_own_messages_only(peer: Any, role: str, kind: Kind) -> None:
+    from tests.test_messages import examples
+
+    layout = layout_of(400)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    said = {e.kind: e for e in examples().values()}[kind]
+    form = server.server.form
+    said = {
+        Kind.PUSH: lambda: _push(layout),
+        Kind.SAMPLE: lambda: m.Sample(0, BATCH),
+        Kind.PUBLISH: lambda: m.Publish(1, as_part(bytes(PARAMETER_BYTES))),
+        Kind.PARAMS: lambda: m.Params(1, as_part(bytes(PARAMETER_BYTES))),
+        Kind.STATS: lambda: m.Stats(-1, 0, as_part(bytes(form.metrics_bytes)), as_part(b"")),
+        Kind.BATCH: lambda: None,  # of another batch's size: no message at all
+    }.get(kind, lambda: said)()
+    heard: list[Any] = []
+    for known in Kind:
+        server.server.handlers[known] = lambda session, message: heard.append(message.kind)
+    client = peer(server.url)
+    client.send_multipart(m.encode(hello(role, m.BULK)))
+    if said is not None:
+        client.send_multipart(m.encode(said))
+    until(lambda: server.server.counts["messages"] >= 1 + (said is not None), server.turn)
+    counts = server.server.counts
+    if kind in MAY_SEND[role]:
+        assert heard == [kind]
+        assert counts["forbidden"] == counts["bad"] == 0
+    else:
+        assert heard == []
+        assert counts["forbidden"] + counts["bad"] == (said is not None)
+    server.close()
+
+
+def _push(layout: Any) -> m.Push:
+    relay = Relay(layout, "tcp://127.0.0.1:1")
+    relay.make()
+    store = relay.store
+    slot = next(iter(set(range(64)) - set(relay.free)))
+    relay.kill()
+    return m.Push.of_chunk(
+        store.layout, store.mem, store.body(slot), actor=0, incarnation=1, sequence=0, stream=0,
+        rows=int(store.header_rows[slot, COUNT]),
+    )  # fmt: skip
+
+
+def harm_seen(behaviour: str, server: NetworkReplay) -> bool:
+    """That the hostile peer did what it is there for."""
+    counts, source = server.server.counts, server.source.counts
+    return {
+        "garbage": True,
+        "half-open": True,
+        "noise": counts["bad"] >= 3 and server.server.hung_up > 0,
+        "endless": server.server.hung_up > 0,
+        "pushes": source["uncredited"] + source["early"] + counts["unknown"] > 100,
+        "deaf": server.sink.counts["batches"] > 10,
+    }[behaviour]
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    "behaviour", ["garbage", "noise", "endless", "pushes", "deaf", "half-open"]
+)
+def test_the_run_goes_on_beside_a_hostile_peer_and_memory_stays_within_its_bound(
+    behaviour: str,
+) -> None:
+    bound = 96 * MIB
+    memory, accounts = Memory(layout_of(600, streams=4), 2), Watched()
+    before = own_bytes()
+    with serving(memory, accounts, "tcp://127.0.0.1:0", memory_bytes=bound) as server:
+        relay = Relay(memory.layout, server.url)
+        most = 0
+
+        def turn() -> None:
+            nonlocal most
+            relay.make()
+            server.turn()
+            relay.turn()
+            for _ in range(server.sink.requests()):
+                server.sink.answer(server.replay.draw(BATCH))
+            most = max(most, own_bytes())
+
+        until(lambda: len(server.replay) >= BATCH, turn, "enough to sample")
+        command = [sys.executable, "-m", "tests.hostile_peers", behaviour, server.url, "100"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as hostile:
+            try:
+                assert hostile.stdout is not None
+                ready = select.poll()
+                ready.register(hostile.stdout, select.POLLIN)
+                until(lambda: ready.poll(0), turn, "the hostile peer")
+                begun, served = time.monotonic(), relay.acknowledged
+                until(
+                    lambda: time.monotonic() > begun + 1.5 and harm_seen(behaviour, server)
+                    and relay.acknowledged > served + 20, turn, "service beside it",
+                )  # fmt: skip
+            finally:
+                hostile.kill()
+        until(lambda: relay.sender.unacknowledged == 0, lambda: (server.turn(), relay.turn()))
+        server.turn()
+        assert most - before <= 1.05 * bound
+        if behaviour in ("garbage", "half-open"):
+            assert not any(server.server.counts[name] for name in ("bad", "unknown", "forbidden"))
+        # The hostile relay's own chunks are filed under another number.
+        (number,) = server.roster.actors_of(relay.host)
+        mine = [taken for (actor, *_), taken in accounts.taken.items() if actor == number]
+        assert mine == [1] * len(relay.offered)
+        relay.kill()
+
+
+class Watched(Accounts):
+    """Without a look at the rows: a hostile relay's say nothing."""
+
+    def check(self, replay: Any, slot: int) -> None:
+        header = replay.store.header_rows[slot]
+        self.taken[int(header[ACTOR]), int(header[INCARNATION]), int(header[SEQUENCE])] += 1
+
+
+def test_a_request_whose_asker_is_lost_before_the_answer_ends_nothing(peer: Any) -> None:
+    memory = Memory(layout_of(400), 1)
+    server = NetworkReplay(memory, "tcp://127.0.0.1:0")
+    relay = Relay(memory.layout, server.url)
+    until(
+        lambda: relay.make() and len(server.replay) >= BATCH,
+        lambda: (server.turn(), relay.turn()),
+        "enough to sample",
+    )
+    client = peer(server.url)
+    client.send_multipart(m.encode(hello("learner", m.BULK)))
+    for sequence in range(3):
+        client.send_multipart(m.encode(m.Sample(sequence, BATCH)))
+    until(lambda: server.sink.requests() == 3, server.turn, "requests")
+    client.close()
+    time.sleep(0.2)
+    for _ in range(3):
+        server.sink.answer(server.replay.draw(BATCH))
+    assert server.sink.counts["dropped"] >= 1
+    assert server.sink.requests() == 0
+    relay.kill()
+    server.close()
