@@ -37,7 +37,8 @@ def test_this_machine_can_run_something_small():
     findings = check(1 << 20, 1)
     demand(findings)
     assert {finding.what for finding in findings} == {
-        "memory", "/dev/shm", "open files", "address space", "file size", "cores", "huge pages",
+        "memory", "/dev/shm", "open files", "address space", "file size", "processes", "cores",
+        "huge pages",
         "memfd", "pidfd", "eventfd", "populate", "kernel cache", "GPU",
     }  # fmt: skip
 
@@ -56,6 +57,25 @@ def test_the_limit_of_a_container_is_the_memory_there_is(machine):
     few = finding("memory", check(2 * GIB, 0, root=machine))
     assert (few.enough, few.found) == (False, "1.0 GiB free")
     assert few.mend.endswith("docker run --memory 4g")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "directory"), [("0::/job\n", ""), ("7:pids:/job\n5:freezer:/x\n", "pids/")]
+)
+def test_a_containers_limit_of_processes_counts_their_threads(machine, cgroup, directory):
+    assert finding("processes", check(0, 4, root=machine)).found == "unlimited"
+    write(machine, "proc/self/cgroup", cgroup)
+    write(machine, f"sys/fs/cgroup/{directory}pids.max", "max")
+    write(machine, f"sys/fs/cgroup/{directory}job/pids.max", "40")
+    write(machine, f"sys/fs/cgroup/{directory}job/pids.current", "8")
+    assert finding("processes", check(0, 4, root=machine)).enough
+    few = finding("processes", check(0, 5, root=machine))
+    assert (few.enough, few.found, few.needed) == (
+        False,
+        "32 more may be started",
+        "40, threads included",
+    )
+    assert few.mend == "in a container: docker run --pids-limit -1"
 
 
 def limits(monkeypatch, **values):

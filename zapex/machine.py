@@ -48,14 +48,24 @@ def memory_fact(field: str, root: Path = _ROOT) -> int:
     return 0
 
 
-def _control_groups(root: Path) -> list[Path]:
+def tasks_room(root: Path = _ROOT) -> int | None:
+    """Processes and threads that our control groups still allow; None where they set no limit."""
+    rooms = []
+    for group in _control_groups(root, "pids"):
+        limit, used = _number(group / "pids.max"), _number(group / "pids.current")
+        if limit is not None and used is not None:
+            rooms.append(max(0, limit - used))
+    return min(rooms, default=None)
+
+
+def _control_groups(root: Path, *more: str) -> list[Path]:
     """Our control groups and all above them: the tightest limit holds."""
     groups: list[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        mounts = {"": "", "memory": "memory", "cpu,cpuacct": "cpu,cpuacct", "cpu": "cpu"}
-        if controllers in mounts:  # "" is version 2, the named ones are version 1
-            mount = root / "sys/fs/cgroup" / mounts[controllers]
+        known = ("", "memory", "cpu,cpuacct", "cpu", *more)
+        if controllers in known:  # "" is version 2, the named ones are version 1
+            mount = root / "sys/fs/cgroup" / controllers
             inner = mount / path.lstrip("/")
             # Inside a container the path may be the host's, and our limits stand at the mount.
             groups += [g for g in (inner, *inner.parents) if g.is_relative_to(mount)]

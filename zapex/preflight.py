@@ -21,12 +21,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zapex.errors import ConfigError, ZapexError
-from zapex.machine import Machine, memory_fact
+from zapex.machine import Machine, memory_fact, tasks_room
 
 _PROCESS_BYTES = 300 << 20  # a role's private memory with torch and the emulators: 220 MiB and up
 _PROCESS_ADDRESSES_BYTES = 4 << 30  # libraries and thread stacks map far more than they touch
 _DESCRIPTORS = 64
 _DESCRIPTORS_PER_PROCESS = 16  # pidfd and log in the parent; segments, eventfds, sockets, files
+_THREADS_PER_PROCESS = 8  # of the libraries, the emulators, the terminal
 _MADV_POPULATE_WRITE = 23
 _LIMITS = {
     errno.EMFILE: "raise the limit of open files, `ulimit -n`",
@@ -81,6 +82,7 @@ def check(
         _memory(machine, (0 if huge_pages else required_bytes) + processes * _PROCESS_BYTES),
         _dev_shm(root),
         *_limits(required_bytes, processes),
+        _tasks(processes, root),
         _cores(machine, processes),
         _huge_pages(required_bytes, huge_pages, root),
         *_kernel(),
@@ -182,6 +184,15 @@ def _limits(required_bytes: int, processes: int) -> Iterator[Finding]:
             found, wanted = _gib(soft), _gib(needed)
         found = "unlimited" if soft == resource.RLIM_INFINITY else found
         yield Finding(what, found, enough, wanted, mend)
+
+
+def _tasks(processes: int, root: Path) -> Finding:
+    """A container's limit; that of a user counts all that the user runs, wherever it is."""
+    room, needed = tasks_room(root), _THREADS_PER_PROCESS * processes
+    found = "unlimited" if room is None else f"{room} more may be started"
+    enough = room is None or room >= needed
+    mend = "" if enough else "in a container: docker run --pids-limit -1"
+    return Finding("processes", found, enough, f"{needed}, threads included", mend)
 
 
 def _cores(machine: Machine, processes: int) -> Finding:

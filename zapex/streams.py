@@ -32,6 +32,7 @@ from zapex.environments import (
 )
 from zapex.errors import ConfigError
 
+_LOADING_S = 300.0  # every ROM, on a busy machine
 _NO_LIMIT = 1 << 30
 _EMULATOR_HZ = 60
 
@@ -246,7 +247,7 @@ class _AleStreams(Streams):
         del self._envs
 
     def _begin(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        obs, info = self._first.result() if self._first else self._envs.reset()
+        obs, info = self._first.result(_LOADING_S) if self._first else self._envs.reset()
         self._first = None
         if self._emulator:
             self._emulator.begin(info["episode_frame_number"][0])
