@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo test fuzz lint wheel bench peers clean check-python
+.PHONY: help venv train demo test fuzz stress lint wheel bench peers clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -35,6 +35,7 @@ help:
 	  '  make demo     CartPole to 475 of 500 in about two minutes, then the curve' \
 	  '  make test     the tests                        make lint    ruff, mypy, direction of imports' \
 	  '  make fuzz     the decoders, as long as told: ARGS="--runs 10000000 --decoder push"' \
+	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
@@ -59,6 +60,9 @@ fuzz: $(STAMP)
 	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[fuzz]' || \
 	  echo 'atheris cannot be had: fuzzing without guidance by coverage' >&2
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
+
+stress: $(STAMP)
+	@$(BIN)/python -m tests.stress.chaos $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,20 +1,22 @@
-"""Ring and mailbox between two processes, beside what Python brings, from 64 B to 64 MiB.
+"""Ring, mailbox and chunk path between two processes, 64 B to 64 MiB, beside what Python brings.
 
     python -m benchmarks.bench_ring [--quick] [--json FILE]
 
-    round_trip   one message there and back, microseconds
-    throughput   messages one way, in batches where the contender has them
+    round_trip   one message there and back, microseconds; beside it four copies of as many bytes
+    throughput   messages one way, in batches where the contender has them; beside it two copies.
+                 Of a mailbox those are counted that were read: the newest wins
     descriptors  records of 16 bytes through one ring, 512 at a time
     mailbox      publish and read of a value, each beside a plain memcpy of as much memory that the
                  same other process wrote last; microseconds
-    chunk_path   64 Atari steps: written into a slot, and from there until they can be sampled
+    chunk_path   a chunk of 64 steps, so many bytes of frames: written into a slot, and from there
+                 until it can be sampled; beside it a copy of as many bytes. 451,584 is Atari's
 
 Every copy that a user would make is made: into the link and out of it, on both sides. Each cell is
-a fresh process that forks its peer; cells follow in an order drawn anew each round.
+a fresh process that forks its peer; cells follow in an order drawn anew each round. The copies are
+NumPy's, in one process, of memory that is in its cache where it fits: no link can be faster.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import subprocess
@@ -26,132 +28,35 @@ from typing import Any
 import numpy as np
 
 from benchmarks._forked import fork, reap
-from benchmarks._harness import ROOT, arguments, clock_ns, percentiles, write_json
-from zapex.idle import Waiter, Waker
+from benchmarks._harness import ROOT, arguments, clock_ns, goal, percentiles, write_json
+from benchmarks._links import LINKS
 from zapex.shm_mailbox import Mailbox
-from zapex.shm_ring import ShmRing
 from zapex.shm_segment import Segment
 
 SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]
 PARAMETER_BYTES = 4 * 3_292_837  # the dueling net of arXiv 2110.13506
 DESCRIPTOR_BYTES = 16
-ROUNDS = 3
+ATARI_CHUNK_BYTES = 64 * 84 * 84
+ROUNDS = 2
+_SECONDS = 0.3  # of each cell
+_COPY_S = 0.03
 
 
-class RingLink:
-    """A ring for each direction; whoever waits looks, and yields its core in between."""
-
-    def __init__(self, size: int, sleeps: bool = False) -> None:
-        self.batch = max(1, min(512, (1 << 20) // size))
-        capacity = 4 * self.batch
-        dtype = np.dtype((np.void, size))
-        ring_bytes = -(-ShmRing.required_bytes(capacity, dtype) // 128) * 128
-        self._segment = Segment.create("bench-ring", 256 + 2 * ring_bytes)
-        self._segment.populate()
-        words = self._segment.buffer[:256].view(np.int64)
-        parts = [self._segment.buffer[256 + i * ring_bytes :][:ring_bytes] for i in range(2)]
-        rings = [ShmRing(part, capacity, dtype, create=True) for part in parts]
-        fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
-        self._ends = [
-            (rings[i].producer(), rings[1 - i].consumer(), Waker(words, 16 * (1 - i), fds[1 - i]),
-             Waiter(words, 16 * i, fds[i]) if sleeps else None)
-            for i in range(2)
-        ]  # fmt: skip
-        self._out = np.zeros(self.batch, dtype)
-        self._messages = np.zeros(self.batch, dtype)
-        self._use(0)
-        self.send(1)  # compiled before the fork
-        self._use(1)
-        self.receive()
-        self._use(0)
-
-    def _use(self, end: int) -> None:
-        self._producer, self._consumer, self._waker, self._waiter = self._ends[end]
-
-    def become_peer(self) -> None:
-        """In the child: the other end is ours."""
-        self._segment.populate()
-        self._use(1)
-
-    def send(self, n: int) -> None:
-        """n messages."""
-        rows = self._messages[:n]
-        while not self._producer.try_offer(rows):
-            os.sched_yield()
-        if self._waiter:
-            self._waker.wake()
-
-    def receive(self) -> int:
-        """At least one message, at most a batch: how many."""
-        ring = self._consumer.ring
-        while True:
-            rows = self._consumer.take(self.batch, self._out)
-            if rows.size:
-                return rows.size
-            if self._waiter:
-                self._waiter.wait(lambda: ring.tail > ring.head, timeout_s=10)
-            else:
-                os.sched_yield()
+def copy_us(size: int) -> float:
+    """Microseconds of one memcpy of `size` bytes."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    times: list[float] = []
+    stop = time.monotonic() + _COPY_S
+    while len(times) < 5 or time.monotonic() < stop:
+        start = clock_ns()
+        np.copyto(target, source)
+        times.append((clock_ns() - start) / 1000)
+    return float(np.median(times))
 
 
-class PipeLink:
-    """multiprocessing.Pipe with raw bytes: no pickling."""
-
-    batch = 1
-
-    def __init__(self, size: int) -> None:
-        self._here, self._there = multiprocessing.Pipe()
-        self._message = bytearray(size)
-        self._out = bytearray(size)
-
-    def become_peer(self) -> None:
-        self._here = self._there
-
-    def send(self, n: int) -> None:
-        self._here.send_bytes(self._message)
-
-    def receive(self) -> int:
-        self._here.recv_bytes_into(self._out)
-        return 1
-
-
-class QueueLink:
-    """multiprocessing.Queue of NumPy arrays, or torch.multiprocessing's of tensors."""
-
-    batch = 1
-
-    def __init__(self, size: int, torch: bool = False) -> None:
-        self._message: Any = np.zeros(size, np.uint8)
-        if torch:
-            import torch as torch_module
-            import torch.multiprocessing as module
-
-            torch_module.set_num_threads(1)
-            context: Any = module.get_context("fork")
-            self._wrap: Any = lambda: torch_module.from_numpy(self._message).clone()
-        else:
-            context = multiprocessing.get_context("fork")
-            self._wrap = lambda: self._message
-        self._queues = [context.Queue(), context.Queue()]
-
-    def become_peer(self) -> None:
-        self._queues.reverse()
-
-    def send(self, n: int) -> None:
-        self._queues[0].put(self._wrap())
-
-    def receive(self) -> int:
-        self._queues[1].get(timeout=60)
-        return 1
-
-
-LINKS: dict[str, Callable[[int], Any]] = {
-    "ring": RingLink,
-    "ring, sleeping": lambda size: RingLink(size, sleeps=True),
-    "Pipe": PipeLink,
-    "Queue": QueueLink,
-    "torch Queue": lambda size: QueueLink(size, torch=True),
-}
+def fewest(size: int) -> int:
+    """Messages that a cell has at least: one of 64 MiB may take half a second."""
+    return 12 if size <= 1 << 20 else 5
 
 
 def round_trip(contender: str, size: int, seconds: float) -> dict[str, Any]:
@@ -167,13 +72,14 @@ def round_trip(contender: str, size: int, seconds: float) -> dict[str, Any]:
     pid = fork(echo)
     times: list[float] = []
     stop = time.monotonic() + seconds
-    while len(times) < 12 or time.monotonic() < stop:
+    while len(times) < fewest(size) or time.monotonic() < stop:
         start = clock_ns()
         link.send(1)
         link.receive()
         times.append(clock_ns() - start)
     reap(pid)
-    return {"us": percentiles(times[max(2, len(times) // 10) :], 1000)}
+    us = percentiles(times[max(2, len(times) // 10) :], 1000)
+    return {"us": us, "four_copies_us": 4 * copy_us(size)}
 
 
 def throughput(contender: str, size: int, seconds: float) -> dict[str, Any]:
@@ -193,7 +99,8 @@ def throughput(contender: str, size: int, seconds: float) -> dict[str, Any]:
         received += link.receive()
     elapsed = time.monotonic() - start
     reap(pid)
-    return {"messages_per_s": received / elapsed, "mb_per_s": received * size / elapsed / 1e6}
+    rate = {"messages_per_s": received / elapsed, "mb_per_s": received * size / elapsed / 1e6}
+    return rate | {"two_copies_mb_per_s": size / (2 * copy_us(size))}
 
 
 def mailbox(_: str, size: int, seconds: float) -> dict[str, Any]:
@@ -227,7 +134,7 @@ def mailbox(_: str, size: int, seconds: float) -> dict[str, Any]:
     pid = fork(read)
     cells: dict[str, list[float]] = {"publish": [], "write": [], "read": [], "copy": []}
     stop = time.monotonic() + seconds
-    while len(cells["read"]) < 12 or time.monotonic() < stop:
+    while len(cells["read"]) < fewest(size) or time.monotonic() < stop:
         version = box.version + 1
         start = clock_ns()
         box.publish(version, value)
@@ -248,7 +155,7 @@ def chunk_path(_: str, size: int, seconds: float) -> dict[str, Any]:
     """Of 64 steps: writing them, and from their commit until they are sampleable."""
     from benchmarks import chunk_path as path  # the replay is imported by this cell alone
 
-    return path.measure(seconds)
+    return path.measure(seconds, size) | {"copy_us": copy_us(size)}
 
 
 KINDS: dict[str, Callable[[str, int, float], dict[str, Any]]] = {
@@ -263,16 +170,12 @@ def cells_of(quick: bool) -> list[tuple[str, str, int]]:
     """(kind, contender, bytes) of everything measured."""
     sizes = SIZES[:3] if quick else SIZES
     return [
-        *(("round_trip", contender, size) for contender in LINKS for size in sizes),
-        *(
-            ("throughput", contender, size)
-            for contender in ("ring", "Pipe", "Queue")
-            for size in sizes
-        ),
+        *((kind, contender, size) for kind in ("round_trip", "throughput") for contender in LINKS
+          for size in sizes),
         ("throughput", "ring", DESCRIPTOR_BYTES),
         *(("mailbox", "mailbox", size) for size in [*sizes, PARAMETER_BYTES]),
-        ("chunk_path", "actor to replay", 64 * 84 * 84),
-    ]
+        *(("chunk_path", "actor to replay", size) for size in [*sizes, ATARI_CHUNK_BYTES]),
+    ]  # fmt: skip
 
 
 def _median(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -284,16 +187,67 @@ def _median(found: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def _size(size: int) -> str:
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size % factor == 0:
+            return f"{size // factor} {unit}"
+    return f"{size:,} B"
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    """Tables of medians, and the goals."""
+    by_cell = {(one["kind"], one["contender"], one["bytes"]): one for one in results}
+    figures: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
+        ("round_trip", "there and back, us: p50 / p99",
+         lambda one: f"{one['us']['p50']:,.4g} / {one['us']['p99']:,.4g}"),
+        ("throughput", "one way, MB/s", lambda one: f"{one['mb_per_s']:,.4g}"),
+        ("mailbox", "publish and read, us (x of a memcpy)",
+         lambda one: "  ".join(f"{one[a + '_us']['p50']:,.4g} ({_ratio(one, a, b):.2f} x)"
+                               for a, b in (("publish", "write"), ("read", "copy")))),
+        ("chunk_path", "write + commit to sampleable, us; a memcpy",
+         lambda one: f"{one['write_us']['p50']:,.4g} + {one['push_us']['p50']:,.4g};"
+                     f" {one['copy_us']:,.4g}"),
+    ]  # fmt: skip
+    for kind, title, figure in figures:
+        print(f"\n{title}")
+        sizes = sorted({size for one, _, size in by_cell if one == kind})
+        for contender in dict.fromkeys(name for one, name, _ in by_cell if one == kind):
+            for size in sizes:
+                one = by_cell.get((kind, contender, size))
+                if one is not None:
+                    print(f"  {contender:<16} {_size(size):>12}  {figure(one)}")
+        bound = {"round_trip": "four_copies_us", "throughput": "two_copies_mb_per_s"}.get(kind)
+        for size in sizes if bound else []:
+            of_size = [o[bound] for (k, _, n), o in by_cell.items() if (k, n) == (kind, size)]
+            print(f"  {'memcpy':<16} {_size(size):>12}  {np.median(of_size):,.4g}")
+    print()
+    small = by_cell["round_trip", "ring", 64]["us"]
+    print(goal("ring round trip, 64 B, p50", small["p50"], 5, " us"), f"(p99 {small['p99']:.4g})")
+    descriptors = by_cell["throughput", "ring", DESCRIPTOR_BYTES]["messages_per_s"] / 1e6
+    print(goal("descriptors through one ring", descriptors, 20, " M/s", least=True))
+    push = by_cell["chunk_path", "actor to replay", ATARI_CHUNK_BYTES]["push_us"]["p50"]
+    print(goal("64 Atari transitions, commit to sampleable", push, 50, " us"))
+    parameters = by_cell["mailbox", "mailbox", PARAMETER_BYTES]
+    for name, ours, plain in (("publish", "publish", "write"), ("pull", "read", "copy")):
+        ratio = _ratio(parameters, ours, plain)
+        print(goal(f"13.17 MB, {name}", ratio, 1.2, " x of a memcpy"))
+
+
+def _ratio(one: dict[str, Any], ours: str, plain: str) -> float:
+    return float(one[f"{ours}_us"]["p50"] / one[f"{plain}_us"]["p50"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """How fast ring and mailbox are, beside Pipe, Queue and memcpy."""
     parser = arguments(main.__doc__ or "")
     parser.add_argument("--cell", help="one measurement in this process (kind:contender:bytes)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="fresh processes for each cell")
     options = parser.parse_args(argv)
     if options.cell:
         kind, contender, size = options.cell.split(":")
-        print(json.dumps(KINDS[kind](contender, int(size), 0.2 if options.quick else 1.0)))
+        print(json.dumps(KINDS[kind](contender, int(size), 0.15 if options.quick else _SECONDS)))
         return 0
-    rounds = 1 if options.quick else ROUNDS
+    rounds = 1 if options.quick else options.rounds
     cells = cells_of(options.quick)
     found: dict[tuple[str, str, int], list[dict[str, Any]]] = {cell: [] for cell in cells}
     shuffler = random.Random(0)
@@ -315,8 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for kind, contender, size in cells
     ]
-    for result in results:
-        print(json.dumps(result))
+    show(results)
     if options.json:
         write_json(options.json, "ring", {"cells": results}, rounds=rounds, quick=options.quick)
     return 0

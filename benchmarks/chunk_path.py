@@ -19,14 +19,21 @@ from zapex.shm_segment import Segment
 from zapex.shm_transport import Host
 
 CHUNK = 64
-CAPACITY = 256 * CHUNK
 INCARNATION = 1
+STACK = 4
+_MEMORY_BYTES = 256 << 20
 
 
-def _make_host() -> Host:
-    columns = {"obs": Column((84, 84), np.uint8, stack=4), "action": Column((), np.int64)}
+def _layout(frame_bytes: int) -> ReplayLayout:
+    """Observations of four frames; as many chunks as fit a fixed memory, 8 to 256."""
+    columns = {"obs": Column((frame_bytes,), np.uint8, stack=STACK), "action": Column((), np.int64)}
+    chunks = max(8, min(256, _MEMORY_BYTES // (CHUNK * frame_bytes)))
+    return ReplayLayout(Schema(columns), chunks * CHUNK, 1, CHUNK)
+
+
+def _make_host(frame_bytes: int) -> Host:
     plan = HostPlan(
-        replay=ReplayLayout(Schema(columns), CAPACITY, 1, CHUNK),
+        replay=_layout(frame_bytes),
         actors=1,
         envs_per_actor=1,
         batch_size=512,
@@ -45,21 +52,24 @@ def _make_host() -> Host:
 def _make_intake(host: Host) -> Intake:
     layout = host.plan.replay
     replay = PrioritizedReplay(
-        CAPACITY, layout.schema, streams=1, chunk=CHUNK, buffer=host.experience
+        layout.capacity, layout.schema, streams=1, chunk=CHUNK, buffer=host.experience
     )
     limiter = LimiterConfig(
-        samples_per_insert=0, tolerance=0, min_size=1, grant=CHUNK, batch=1, capacity=CAPACITY
-    )
+        samples_per_insert=0, tolerance=0, min_size=1, grant=CHUNK, batch=1,
+        capacity=layout.capacity,
+    )  # fmt: skip
     source = host.experience_source()
     return Intake(source, replay, limiter, actors=1, streams_per_actor=1)
 
 
-def measure(seconds: float) -> dict[str, Any]:
-    """Microseconds of writing 64 Atari steps, and from their commit until they are sampleable.
+def measure(seconds: float, frames_bytes: int = CHUNK * 84 * 84) -> dict[str, Any]:
+    """Microseconds of writing 64 steps, and from their commit until they are sampleable.
 
-    The replay polls. Sampleable: in the sum tree, its leaves set.
+    frames_bytes: of the steps' frames, each stored once; a multiple of 64. The replay polls.
+    Sampleable: in the sum tree, its leaves set.
     """
-    host = _make_host()
+    frame_bytes = frames_bytes // CHUNK
+    host = _make_host(frame_bytes)
     host.set_life("actor 0", INCARNATION)
     intake = _make_intake(host)
     done = Segment.create("bench-done", 4096).buffer[:16].view(np.int64)  # inserted, and when
@@ -73,7 +83,7 @@ def measure(seconds: float) -> dict[str, Any]:
 
     sink = host.experience_sink(0, INCARNATION)
     builder = ChunkBuilder(sink.store, 1, actor=0, incarnation=INCARNATION)
-    obs = {"obs": aligned_zeros(4 * 84 * 84).reshape(1, 4, 84, 84)}
+    obs = {"obs": aligned_zeros(STACK * frame_bytes).reshape(1, STACK, frame_bytes)}
     everyone, flags, reward = np.ones(1, np.bool_), np.zeros(1, np.int64), np.zeros(1)
     begun = False
 
@@ -103,7 +113,7 @@ def measure(seconds: float) -> dict[str, Any]:
     pushes: list[float] = []
     expected = int(done[0])
     stop = time.monotonic() + seconds
-    while len(pushes) < 12 or time.monotonic() < stop:
+    while len(pushes) < 8 or time.monotonic() < stop:
         start = clock_ns()
         slots = write_chunk()
         written = clock_ns()

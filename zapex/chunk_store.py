@@ -173,6 +173,7 @@ def gather_kernel(keys: Any, mem: Any, mem16: Any, headers: Any, bodies: int, bo
     numbers = np.empty(2 * stack * count, np.int64)
     _gather_columns(keys, mem, mem16, bodies, body_bytes, obs_frames, next_frames, stack,
                     step_table, batch, numbers)  # fmt: skip
+    # STEP columns-copied
     streaming = batch.shape[0] >= _STREAMED_BYTES
     for b in range(count):
         slot = (keys[b] >> _SLOT_SHIFT) & (MAX_SLOTS - 1)
@@ -208,6 +209,7 @@ def gather_kernel(keys: Any, mem: Any, mem16: Any, headers: Any, bodies: int, bo
                         copy_bytes(batch, target + j * size, mem, base + number * size, size)
     if streaming:
         fence_full()
+    # STEP rows-copied
     # SYNC row-whole: the copies above come before this second look at the generations
     fence_acquire()
     torn = 0

@@ -197,6 +197,7 @@ class ReplayCore:
             count = int(self.store.header_rows[slot, COUNT])
             magnitudes = self.store.column(slot, "priority")[:count].astype(np.float64)
             self._set_leaves(slot * self.layout.chunk + self._rows[:count], magnitudes)
+            # STEP leaves-set
             self.inserted += count
             return self.ledger.accept(slot)
 
@@ -223,6 +224,7 @@ class ReplayCore:
         assert slot is not None
         # First: whoever attaches after a crash in between finds nothing drawable that is gone.
         self.tree.update(slot * self.layout.chunk + self._rows, np.zeros(len(self._rows)))
+        # STEP leaves-cleared
         return self.ledger.evict(issued)[1]
 
     def draw(self, batch_size: int, method: Method = "stratified") -> Draw:

@@ -5,15 +5,15 @@ HandleClient        another process's of this host
 UrlClient           another host's
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex import arguments
+from zapex.arguments import BOOL, FLOAT32, column, magnitudes, observations, stage
 from zapex.batch import Batch
 from zapex.errors import ConfigError, SchemaError
+from zapex.nstep import flat_observations
 from zapex.schema import BatchLayout, Schema
 from zapex.transitions import TransitionPacker
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Normalise = Literal["batch", "memory"]
 _NORMALISE = get_args(Normalise)
+_BYTE = np.dtype(np.uint8)
 
 
 class Home(Protocol):
@@ -62,18 +63,19 @@ class Home(Protocol):
         """Open slots without a row."""
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Whole transitions, checked: B rows by the schema's column names.
 
-    staged (B,): records of the step columns. numbers (B, 3) float32: reward, discount, |priority|.
-    magnitudes (B,) float64: |priority|, -1 where none is given.
+    staged (B,): records of the step columns. magnitudes (B,) float64: |priority|, -1 where none is
+    given. The rest is as `extend` takes it.
     """
 
     obs: dict[str, NDArray[Any]]
     next_obs: dict[str, NDArray[Any]]
     staged: NDArray[Any]
-    numbers: NDArray[np.float32]
+    reward: NDArray[np.float32]
+    discount: NDArray[np.float32] | None
+    terminated: NDArray[np.bool_] | None
     magnitudes: NDArray[np.float64]
 
 
@@ -111,28 +113,21 @@ class ReplayFace:
         schema = self.schema
         returns = np.asarray(reward)
         rows = returns.size
-        numbers = np.empty((rows, 3), np.float32)
-        numbers[:, 0] = arguments.column(returns, arguments.FLOAT32, (rows,), "reward")
+        returns = column(returns, FLOAT32, (rows,), "reward")
         if terminated is None and discount is None:
             raise SchemaError(
                 "extend needs terminated or discount: where does no bootstrap follow?"
             )
-        numbers[:, 1] = schema.gamma**schema.n_step
-        if discount is not None:
-            numbers[:, 1] = arguments.column(discount, arguments.FLOAT32, (rows,), "discount")
-        if terminated is not None:
-            numbers[arguments.column(terminated, arguments.BOOL, (rows,), "terminated"), 1] = 0.0
+        follows = None if discount is None else column(discount, FLOAT32, (rows,), "discount")
+        ends = None if terminated is None else column(terminated, BOOL, (rows,), "terminated")
         if truncated is not None:
-            arguments.column(truncated, arguments.BOOL, (rows,), "truncated")
-        magnitudes = np.full(rows, -1.0)
-        if priorities is not None:
-            magnitudes = arguments.magnitudes(priorities, rows)
-        numbers[:, 2] = magnitudes
+            column(truncated, BOOL, (rows,), "truncated")
+        given = np.full(rows, -1.0) if priorities is None else magnitudes(priorities, rows)
         staged = np.empty(rows, schema.step_dtype)
-        arguments.stage(schema, action, extras, staged)
-        before = arguments.observations(schema, obs, rows, "obs")
-        after = arguments.observations(schema, next_obs, rows, "next_obs")
-        return self._take(Rows(before, after, staged, numbers, magnitudes))
+        stage(schema, action, extras, staged)
+        before = observations(schema, obs, rows, "obs")
+        after = observations(schema, next_obs, rows, "next_obs")
+        return self._take(Rows(before, after, staged, returns, follows, ends, given))
 
     def _take(self, rows: Rows) -> NDArray[np.int64]:
         """Store them; their keys (B,)."""
@@ -185,17 +180,22 @@ class Extender:
             home.reserve_streams(1)
             self._packer = packer
         packer = self._packer
-        count = len(rows.numbers)
+        count = len(rows.reward)
+        if not count:
+            return np.empty(0, np.int64)
         home.admit(count)
-        columns = packer.flat(rows.obs, count), packer.flat(rows.next_obs, count)
-        records = rows.staged.view(np.uint8).reshape(count, rows.staged.dtype.itemsize)
+        schema = home.layout.schema
+        columns = flat_observations(schema, rows.obs), flat_observations(schema, rows.next_obs)
+        records = rows.staged.view(_BYTE)
         indices, keys = np.empty(count, np.int64), np.empty(count, np.int64)
         done = 0
         while True:
             first = done
-            done = packer.pack(first, *columns, records, rows.numbers, indices)
+            done = packer.pack(
+                first, *columns, records, rows.reward, rows.discount, rows.terminated,
+                rows.magnitudes, home.shard, indices, keys,
+            )  # fmt: skip
             # Before the next slot: its eviction may take these rows already.
-            keys[first:done] = home.store.keys_of(indices[first:done], home.shard)
             home.grown(indices[first:done], rows.magnitudes[first:done])
             if done == count:
                 return keys

@@ -66,9 +66,11 @@ def prioritise_kernel(indices: Any, magnitudes: Any, alpha: float, eps: float, l
     limit = priority_limit(capacity)
     most = largest
     for b in range(len(indices)):
-        leaf = (magnitudes[b] + eps) ** alpha
-        if not (magnitudes[b] >= 0.0 and leaf <= limit):
-            leaf = largest
+        leaf = largest
+        if magnitudes[b] >= 0.0:
+            leaf = (magnitudes[b] + eps) ** alpha
+            if not leaf <= limit:
+                leaf = largest
         leaves[b] = leaf
         most = max(most, leaf)
     update_kernel(nodes, offsets, capacity, indices, leaves)

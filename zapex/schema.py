@@ -83,12 +83,17 @@ class Column:
         if self.stack_axis not in (0, -1):
             raise SchemaError(f"stack_axis must be 0 or -1, got {self.stack_axis}")
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes of one frame, or of one value."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
     @property
+    def stack_innermost(self) -> bool:
+        """Whether the user sees a stack at the last axis."""
+        return self.stack > 1 and self.stack_axis == -1
+
+    @cached_property
     def value_shape(self) -> tuple[int, ...]:
         """The shape that the user sees: the frame's, with the stack axis where there is one."""
         if self.stack == 1:

@@ -72,10 +72,14 @@ def _publish_kernel(words: Any, cells: Any, cell_bytes: int, version: int, value
     stamp = _STAMP_WORD + cell * _HOT_WORDS
     store_relaxed(words, stamp, 0)
     fence_release()  # SYNC reuse: the stamp is seen before a byte of the new value
+    # STEP cell-marked
     copy_bytes(cells, cell * cell_bytes, value, 0, value.size)
+    # STEP cell-written
     store_relaxed(words, stamp, version)
+    # STEP cell-stamped
     # SYNC whole: the value and its stamp are seen before they can be found
     store_release(words, _LATEST_WORD, version * _VERSION_STEP + cell)
+    # STEP value-published
 
 
 @kernel
@@ -85,6 +89,7 @@ def _read_kernel(words: Any, cells: Any, cell_bytes: int, than_version: int, out
     if version <= than_version:
         return 0
     copy_bytes(out, 0, cells, cell * cell_bytes, out.size)
+    # STEP value-copied
     fence_acquire()  # SYNC reuse: every byte is read before the stamp
     whole = load_relaxed(words, _STAMP_WORD + cell * _HOT_WORDS) == version
     return version if whole else _TORN

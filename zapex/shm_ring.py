@@ -72,7 +72,9 @@ def _claim_kernel(words: Any, own: Any, n: int) -> int:
 @kernel
 def _commit_kernel(words: Any, own: Any, n: int) -> None:
     own[_HELD] = 0
+    # STEP ring-written
     store_release(words, _TAIL_WORD, load_relaxed(words, _TAIL_WORD) + n)  # SYNC slot-full
+    # STEP ring-committed
 
 
 @kernel
@@ -87,7 +89,9 @@ def _poll_kernel(words: Any, own: Any, max_n: int) -> int:
 @kernel
 def _release_kernel(words: Any, own: Any, n: int) -> None:
     own[_HELD] -= n
+    # STEP ring-read
     store_release(words, _HEAD_WORD, load_relaxed(words, _HEAD_WORD) + n)  # SYNC slot-free
+    # STEP ring-released
 
 
 @kernel

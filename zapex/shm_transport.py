@@ -176,6 +176,7 @@ class ShmExperienceSink:
             if count == 0:
                 return None
             grants = self._grants.take(count)
+            # STEP grants-taken
             mine = grants["slot"][grants["incarnation"] == self._incarnation]
             if len(mine):  # the rest were for a former life; the replay has taken them back
                 self._map(mine)
@@ -192,6 +193,7 @@ class ShmExperienceSink:
         if len(slots):
             if not self._commits.try_offer(slots):
                 raise PeerError("the ring of commits is full: it is larger than all credit")
+            # STEP chunks-announced
             self._intake.wake()
 
 
@@ -228,7 +230,9 @@ class ShmExperienceSource:
     def committed(self, actor: int) -> NDArray[np.int64]:
         """Slots that `actor` handed over since the last call, in order."""
         consumer = self._commits[actor]
-        return consumer.take(consumer.ring.capacity)
+        slots = consumer.take(consumer.ring.capacity)
+        # STEP commits-taken
+        return slots
 
     def has_room(self, actor: int, count: int) -> bool:
         """The ring takes `count` grants; a dead life's stay in it until the next life looks."""
@@ -245,6 +249,7 @@ class ShmExperienceSource:
         records["slot"], records["incarnation"] = slots, incarnation
         if not self._grants[actor].try_offer(records):
             raise PeerError(f"actor {actor} does not take its grants: the ring is full")
+        # STEP grants-sent
         self._wakers[actor].wake()
 
 
@@ -273,6 +278,7 @@ class ShmSampleSource:
         """Ask for one more batch."""
         if not self._requests.try_offer(np.array([self._batch_size])):
             raise PeerError("more batches are asked for than the ring of requests holds")
+        # STEP batch-requested
         self._replay.wake()
 
     def ready(self) -> bool:
@@ -295,7 +301,9 @@ class ShmSampleSource:
         torn = self._store.gather(answer["keys"], batch.layout, batch.memory, batch.keys)
         if torn:
             batch.weights[batch.keys == NO_KEY] = 0.0
+        # STEP batch-gathered
         self._answers.release(1)  # from here on the replay may hand evicted slots out again
+        # STEP batch-released
         return Sampled(torn, live)
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
@@ -306,7 +314,9 @@ class ShmSampleSource:
         ring = self._updates.ring
         record = ring.records[sequence & (ring.capacity - 1)]
         record["keys"], record["priorities"] = keys, priorities
+        # STEP update-written
         self._updates.commit(1)
+        # STEP update-sent
         return True
 
 
@@ -359,9 +369,12 @@ class ShmSampleSink:
         record = ring.records[sequence & (ring.capacity - 1)]
         record["total"], record["live"], record["smallest"] = draw.total, draw.count, draw.smallest
         record["keys"], record["indices"], record["leaves"] = draw.keys, draw.indices, draw.leaves
+        # STEP answer-written
         self._answers.commit(1)
+        # STEP answer-given
         self._requests.poll(1)
         self._requests.release(1)
+        # STEP request-released
         self._learner.wake()
 
     def updates(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -377,7 +390,9 @@ class ShmSampleSink:
             try:
                 yield record["keys"], record["priorities"]
             finally:
+                # STEP update-applied
                 self._updates.release(1)
+                # STEP update-released
 
 
 class ShmParameters:

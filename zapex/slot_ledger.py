@@ -42,7 +42,9 @@ def _evict_kernel(headers: Any, slot: int) -> None:
     generation = (headers[header + GENERATION] + 1) & GENERATION_MASK
     store_release(headers, header + GENERATION, generation)
     fence_release()
+    # STEP generation-bumped
     store_release(headers, header + STATE, EVICTED)
+    # STEP slot-evicted
 
 
 class SlotLedger:
@@ -60,6 +62,7 @@ class SlotLedger:
         # Whoever held an answer from before the attach asks again: quarantine is over for these.
         for slot in np.flatnonzero(states == EVICTED).tolist():
             set_state_kernel(store.headers, slot, FREE)
+            # STEP quarantine-ended
             self._free.append(slot)
         live = np.flatnonzero(states == LIVE)
         self._fifo = deque(live[np.argsort(rows[live, COMMIT_SEQUENCE])].tolist())
@@ -119,13 +122,17 @@ class SlotLedger:
             header = rows[slot]
             header[ACTOR], header[INCARNATION], header[COUNT] = actor, incarnation, 0
             header[GRANT_SEQUENCE] = sequence + i
+            # STEP grant-written
             set_state_kernel(self.store.headers, slot, state)
+            # STEP slot-granted
         return slots
 
     def accept(self, slot: int) -> int:
         """Take over a committed slot: it is live now. Returns how many transitions it holds."""
         self._stamp(slot)
+        # STEP accept-stamped
         set_state_kernel(self.store.headers, slot, LIVE)
+        # STEP slot-live
         self._fifo.append(slot)
         count = int(self.store.header_rows[slot, COUNT])
         self.live_transitions += count
@@ -172,6 +179,7 @@ class SlotLedger:
         """Free the slot that has been in quarantine for longest, whoever may still read it."""
         _, slot = self._quarantine.popleft()
         set_state_kernel(self.store.headers, slot, FREE)
+        # STEP slot-freed
         self._free.append(slot)
 
     def reclaim(self, slots: Iterable[int]) -> int:
@@ -179,6 +187,7 @@ class SlotLedger:
         taken = 0
         for slot in slots:
             set_state_kernel(self.store.headers, slot, FREE)
+            # STEP slot-reclaimed
             self._free.append(slot)
             taken += 1
         return taken

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from zapex.lives import (
     Backoff,
@@ -303,14 +303,7 @@ class Supervisor:
             # child_setup, and the parent loses none.
             former = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL_SIGNALS)
             try:
-                popen = subprocess.Popen(
-                    spec.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=spec.pass_fds,
-                    env=env,
-                )
+                popen = self._execute(spec, env, log)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, former)
         try:
@@ -322,6 +315,19 @@ class Supervisor:
             raise
         child.popen = popen
         return Started(spec.name, popen.pid, child.incarnation)
+
+    def _execute(
+        self, spec: ProcessSpec, env: dict[str, str], log: BinaryIO
+    ) -> "subprocess.Popen[bytes]":
+        """The process itself. The stress harness forks one instead."""
+        return subprocess.Popen(
+            spec.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=spec.pass_fds,
+            env=env,
+        )
 
     def _start_again(self, child: _Child) -> list[Event]:
         try:

@@ -11,177 +11,218 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.atomics import copy_bytes
-from zapex.chunk_store import ChunkStore
+from zapex.atomics import compare_bytes, copy_bytes
+from zapex.chunk_store import ChunkStore, keys_kernel
 from zapex.errors import ConfigError
 from zapex.jit import kernel
-from zapex.nstep import flat_observations
+from zapex.nstep_kernels import is_zero
 from zapex.schema import COUNT, HEADER_WORDS, NO_FRAME
+from zapex.writer_state import (
+    BODIES,
+    BODY_BYTES,
+    CHUNK,
+    DEPTH,
+    DISCOUNT,
+    FIRST_OWN_WORD,
+    FRAME_TABLE,
+    ITEM_BYTES,
+    MAX_FRAMES,
+    N_STEP,
+    NEXT_FRAMES,
+    OBS_FRAMES,
+    PRIORITY,
+    REWARD,
+    SECTION,
+    STACK,
+    STAGED,
+    STEP_COLUMNS,
+    STEP_TABLE,
+    TABLE_WORDS,
+    new_state,
+)
 
 _FULL = -1
 _UNKNOWN = 0xFFFE  # no guess; a chunk never has so many frames
-_BLOCK = 4096  # bytes compared between two looks at whether they differ
+_WORD_BYTES = 8
 
-# The builder's words.
-(_SLOT, _ROWS, _FRAMES, _CHUNK, _MAX_FRAMES, _BODIES, _BODY_BYTES) = range(7)
-(_OBS_FRAMES, _NEXT_FRAMES, _REWARD, _DISCOUNT, _PRIORITY, _N_STEP) = range(7, 13)
-_WORDS = 13
-# The tables of columns.
-(_F_SECTION, _F_BYTES, _F_STACK) = range(3)
-(_S_SECTION, _S_BYTES, _S_STAGED) = range(3)
+# The packer's own words, and the parts of its state.
+(_SLOT, _ROWS, _FRAMES) = range(FIRST_OWN_WORD, FIRST_OWN_WORD + 3)
+(_LEVELS, _HASHES, _FRAME_LEVELS, _FACTORS, _LAST) = range(FIRST_OWN_WORD + 3, FIRST_OWN_WORD + 8)
 
 
 @kernel
-def _block_differs(a: Any, b: Any) -> Any:
-    # Slices as arguments and no way out in the middle: LLVM vectorises this loop.
-    difference = np.uint8(0)
-    for k in range(a.shape[0]):
-        difference |= a[k] ^ b[k]
-    return difference != 0
-
-
-@kernel
-def _block_sum(a: Any, factors: Any) -> Any:
-    total = np.uint32(0)
-    for k in range(a.shape[0]):
-        total += np.uint32(a[k]) * factors[k]
+def _sum_words(words: Any, factors: Any) -> Any:
+    # Slices as arguments: LLVM vectorises this loop.
+    total = np.uint64(0)
+    for k in range(words.shape[0]):
+        # The upper half must reach the lower, or a difference in the last byte of a word would
+        # be lost but for eight bits of its product.
+        total += (words[k] ^ (words[k] >> np.uint64(32))) * factors[k]
     return total
 
 
 @kernel
-def _same_bytes(a: Any, a_at: int, b: Any, b_at: int, size: int) -> bool:
-    done = 0
-    while done < size:
-        n = min(_BLOCK, size - done)
-        if _block_differs(a[a_at + done : a_at + done + n], b[b_at + done : b_at + done + n]):
-            return False
-        done += n
-    return True
+def _hash(data: Any, at: int, size: int, state: Any, column: int) -> Any:
+    """0 for zeros; otherwise whatever 64 bits tell frames apart mostly."""
+    whole = size // _WORD_BYTES
+    factors = state[state[_FACTORS] + column :].view(np.uint64)
+    words = data[at : at + whole * _WORD_BYTES].view(np.uint64)
+    total = _sum_words(words, factors)
+    rest = np.uint64(0)
+    for k in range(whole * _WORD_BYTES, size):
+        rest = (rest << np.uint64(8)) | np.uint64(data[at + k])
+    return np.int64(total + rest * factors[whole])
 
 
 @kernel
-def _is_frame(frame: int, row: int, j: int, stack: int, obs: Any, mem: Any, zeros: Any, body: int,
-              frame_table: Any) -> bool:  # fmt: skip
+def _is_frame(frame: int, row: int, j: int, obs: Any, mem: Any, body: int,
+              state: Any) -> bool:  # fmt: skip
     """Whether the chunk's `frame` (NO_FRAME: zeros) is the row's at place j of its stack."""
-    for c in range(frame_table.shape[0]):
-        size, depth = frame_table[c, _F_BYTES], frame_table[c, _F_STACK]
-        k = j - (stack - depth)
+    for c in range(len(obs)):
+        table = state[FRAME_TABLE] + c * TABLE_WORDS
+        size, depth = state[table + ITEM_BYTES], state[table + DEPTH]
+        k = j - (state[STACK] - depth)
         if k < 0:
             continue
         at = (row * depth + k) * size
         if frame == NO_FRAME:
-            if not _same_bytes(obs[c], at, zeros, 0, size):
+            if not is_zero(obs[c], at, size):
                 return False
-        elif not _same_bytes(obs[c], at, mem, body + frame_table[c, _F_SECTION] + frame * size,
-                             size):  # fmt: skip
+        elif compare_bytes(obs[c], at, mem, body + state[table + SECTION] + frame * size, size):
             return False
     return True
 
 
 @kernel
-def _place(guess: Any, row: int, j: int, stack: int, obs: Any, mem: Any, zeros: Any, words: Any,
-           frame_table: Any, levels: Any, hashes: Any, chunk_levels: Any,
-           factors: Any) -> Any:  # fmt: skip
+def _place(guess: int, row: int, j: int, obs: Any, mem: Any, state: Any) -> Any:
     """The chunk's frame for place j of the row's stack: the guess, a known one, or a new one.
 
     A column with a short stack has no frame at the first places. A frame's level says how short a
     stack may be to be in it, so that no such hole is ever taken for a frame.
     """
-    body = words[_BODIES] + words[_SLOT] * words[_BODY_BYTES]
-    level = levels[j]
+    body = state[BODIES] + state[_SLOT] * state[BODY_BYTES]
+    level = state[state[_LEVELS] + j]
+    levels, hashes = state[_FRAME_LEVELS], state[_HASHES]
     if (
         guess != _UNKNOWN
-        and (guess == NO_FRAME or chunk_levels[guess] <= level)
-        and _is_frame(guess, row, j, stack, obs, mem, zeros, body, frame_table)
+        and (guess == NO_FRAME or state[levels + guess] <= level)
+        and _is_frame(guess, row, j, obs, mem, body, state)
     ):
         return guess
-    hashed = np.uint32(0)
-    for c in range(frame_table.shape[0]):
-        size, depth = frame_table[c, _F_BYTES], frame_table[c, _F_STACK]
-        k = j - (stack - depth)
+    hashed = np.int64(0)
+    for c in range(len(obs)):
+        table = state[FRAME_TABLE] + c * TABLE_WORDS
+        size, depth = state[table + ITEM_BYTES], state[table + DEPTH]
+        k = j - (state[STACK] - depth)
         if k >= 0:
-            at = (row * depth + k) * size
-            hashed += _block_sum(obs[c][at : at + size], factors[c : c + size])
-    if hashed == 0 and _is_frame(NO_FRAME, row, j, stack, obs, mem, zeros, body, frame_table):
+            hashed += _hash(obs[c], (row * depth + k) * size, size, state, c)
+    if hashed == 0 and _is_frame(NO_FRAME, row, j, obs, mem, body, state):
         return NO_FRAME
-    frames = words[_FRAMES]
+    frames = state[_FRAMES]
     for frame in range(frames):
         if (
-            hashes[frame] == hashed
-            and chunk_levels[frame] <= level
-            and _is_frame(frame, row, j, stack, obs, mem, zeros, body, frame_table)
+            state[hashes + frame] == hashed
+            and state[levels + frame] <= level
+            and _is_frame(frame, row, j, obs, mem, body, state)
         ):
             return frame
-    if frames == words[_MAX_FRAMES]:
+    if frames == state[MAX_FRAMES]:
         return _FULL
-    for c in range(frame_table.shape[0]):
-        size, depth = frame_table[c, _F_BYTES], frame_table[c, _F_STACK]
-        k = j - (stack - depth)
+    for c in range(len(obs)):
+        table = state[FRAME_TABLE] + c * TABLE_WORDS
+        size, depth = state[table + ITEM_BYTES], state[table + DEPTH]
+        k = j - (state[STACK] - depth)
         if k >= 0:
-            copy_bytes(mem, body + frame_table[c, _F_SECTION] + frames * size,
+            copy_bytes(mem, body + state[table + SECTION] + frames * size,
                        obs[c], (row * depth + k) * size, size)  # fmt: skip
-    hashes[frames] = hashed
-    chunk_levels[frames] = level
-    words[_FRAMES] = frames + 1
+    state[hashes + frames] = hashed
+    state[levels + frames] = level
+    state[_FRAMES] = frames + 1
     return frames
 
 
 @kernel
-def pack_kernel(start: int, obs: Any, next_obs: Any, staged: Any, numbers: Any, words: Any,
-                headers: Any, mem: Any, mem16: Any, mem32: Any, frame_table: Any, step_table: Any,
-                levels: Any, hashes: Any, chunk_levels: Any, factors: Any, last: Any, zeros: Any,
-                indices: Any) -> Any:  # fmt: skip
+def _place_row(b: int, row: int, obs: Any, next_obs: Any, mem: Any, mem16: Any,
+               state: Any) -> bool:  # fmt: skip
+    """Find or store the row's frames; false where the chunk has no room for them."""
+    stack, n, last = state[STACK], state[N_STEP], state[_LAST]
+    body = state[BODIES] + state[_SLOT] * state[BODY_BYTES]
+    at = (body + state[OBS_FRAMES]) // 2 + row * stack
+    next_at = (body + state[NEXT_FRAMES]) // 2 + row * stack
+    for j in range(stack):
+        guess: Any = _UNKNOWN
+        if row > 0 and j < stack - 1:
+            guess = state[last + j + 1]
+        elif row > 0 and n <= stack:
+            guess = state[last + stack + stack - n]
+        frame = _place(guess, b, j, obs, mem, state)
+        if frame == _FULL:
+            return False
+        mem16[at + j] = frame
+    for j in range(stack):
+        guess = _UNKNOWN
+        if j + n < stack:
+            guess = np.int64(mem16[at + j + n])
+        elif row > 0 and j < stack - 1:
+            guess = state[last + stack + j + 1]
+        frame = _place(guess, b, j, next_obs, mem, state)
+        if frame == _FULL:
+            return False
+        mem16[next_at + j] = frame
+    for j in range(stack):
+        state[last + j] = mem16[at + j]
+        state[last + stack + j] = mem16[next_at + j]
+    return True
+
+
+@kernel
+def _pack(start: int, obs: Any, next_obs: Any, staged: Any, reward: Any, discount: Any,
+          bootstrap: float, terminated: Any, magnitudes: Any, state: Any, mem: Any,
+          indices: Any) -> Any:  # fmt: skip
     """Rows from `start` on into the open slot; the row that needs another slot, or the number."""
-    stack = levels.shape[0]
-    count = numbers.shape[0]
-    n = words[_N_STEP]
-    slot = words[_SLOT]
-    body = words[_BODIES] + slot * words[_BODY_BYTES]
+    headers, mem16, mem32 = mem.view(np.int64), mem.view(np.uint16), mem.view(np.float32)
+    slot = state[_SLOT]
+    body = state[BODIES] + slot * state[BODY_BYTES]
+    count = len(reward)
+    step_bytes = len(staged) // count
     for b in range(start, count):
-        row = words[_ROWS]
-        before = words[_FRAMES]
-        if row == words[_CHUNK]:
+        row, before = state[_ROWS], state[_FRAMES]
+        if row == state[CHUNK]:
             return b
-        at = (body + words[_OBS_FRAMES]) // 2 + row * stack
-        next_at = (body + words[_NEXT_FRAMES]) // 2 + row * stack
-        for j in range(2 * stack):
-            guess = np.int64(_UNKNOWN)
-            if j < stack:
-                if row > 0 and j < stack - 1:
-                    guess = np.int64(last[0, j + 1])
-                elif row > 0 and n <= stack:
-                    guess = np.int64(last[1, stack - n])
-                frame = _place(guess, b, j, stack, obs, mem, zeros, words, frame_table, levels,
-                               hashes, chunk_levels, factors)  # fmt: skip
-            else:
-                k = j - stack
-                if k + n < stack:
-                    guess = np.int64(mem16[at + k + n])
-                elif row > 0 and k < stack - 1:
-                    guess = np.int64(last[1, k + 1])
-                frame = _place(guess, b, k, stack, next_obs, mem, zeros, words, frame_table,
-                               levels, hashes, chunk_levels, factors)  # fmt: skip
-            if frame == _FULL:
-                words[_FRAMES] = before
-                return b
-            if j < stack:
-                mem16[at + j] = frame
-            else:
-                mem16[next_at + j - stack] = frame
-        for j in range(stack):
-            last[0, j] = mem16[at + j]
-            last[1, j] = mem16[next_at + j]
-        for c in range(step_table.shape[0]):
-            size = step_table[c, _S_BYTES]
-            copy_bytes(mem, body + step_table[c, _S_SECTION] + row * size,
-                       staged[b], step_table[c, _S_STAGED], size)  # fmt: skip
-        mem32[(body + words[_REWARD]) // 4 + row] = numbers[b, 0]
-        mem32[(body + words[_DISCOUNT]) // 4 + row] = numbers[b, 1]
-        mem32[(body + words[_PRIORITY]) // 4 + row] = numbers[b, 2]
-        indices[b] = slot * words[_CHUNK] + row
-        words[_ROWS] = row + 1
+        if not _place_row(b, row, obs, next_obs, mem, mem16, state):
+            state[_FRAMES] = before
+            return b
+        for c in range(state[STEP_COLUMNS]):
+            table = state[STEP_TABLE] + c * TABLE_WORDS
+            size = state[table + ITEM_BYTES]
+            copy_bytes(mem, body + state[table + SECTION] + row * size,
+                       staged, b * step_bytes + state[table + STAGED], size)  # fmt: skip
+        follows = discount[b] if len(discount) else bootstrap
+        if len(terminated) and terminated[b]:
+            follows = 0.0
+        mem32[(body + state[REWARD]) // 4 + row] = reward[b]
+        mem32[(body + state[DISCOUNT]) // 4 + row] = follows
+        mem32[(body + state[PRIORITY]) // 4 + row] = magnitudes[b]
+        indices[b] = slot * state[CHUNK] + row
+        state[_ROWS] = row + 1
         headers[slot * HEADER_WORDS + COUNT] = row + 1
     return count
+
+
+@kernel
+def pack_kernel(start: int, obs: Any, next_obs: Any, staged: Any, reward: Any, discount: Any,
+                bootstrap: float, terminated: Any, magnitudes: Any, state: Any, mem: Any,
+                shard: int, indices: Any, keys: Any) -> Any:  # fmt: skip
+    """Rows from `start` on into the open slot, and their keys; the row that needs another, or B."""
+    done = _pack(start, obs, next_obs, staged, reward, discount, bootstrap, terminated, magnitudes,
+                 state, mem, indices)  # fmt: skip
+    if done > start:
+        headers = mem.view(np.int64)
+        keys_kernel(indices[start:done], headers, state[CHUNK], shard, keys[start:done])
+    return done
+
+
+_NO_DISCOUNT, _NO_FLAGS = np.empty(0, np.float32), np.empty(0, np.bool_)  # where none are given
 
 
 class TransitionPacker:
@@ -189,7 +230,7 @@ class TransitionPacker:
 
     The loop that calls it:
 
-        done = packer.pack(0, obs, next_obs, staged, numbers, indices)
+        done = packer.pack(0, ...)
         while done < rows:          # the slot is full: another one, and it goes on
             packer.open(slot)
             done = packer.pack(done, ...)
@@ -203,69 +244,41 @@ class TransitionPacker:
                 f"whole transition needs {2 * schema.stack}: give the replay chunk={schema.stack} "
                 "or more, or a larger capacity"
             )
-        self.schema = schema
-        sections = layout.sections
-        columns = schema.obs_columns
-        self._frame_table = np.array(
-            [(sections[name].offset, c.item_bytes, c.stack) for name, c in columns.items()],
-            np.int64,
+        columns = schema.obs_columns.values()
+        depths = sorted(c.stack for c in columns)
+        # How long a stack is that has a frame at each place.
+        levels = [next(d for d in depths if d >= schema.stack - j) for j in range(schema.stack)]
+        words = max(c.item_bytes for c in columns) // _WORD_BYTES + 1
+        # Odd, and different for each word; a column's start one further on than the last's.
+        steps = np.arange(1, words + len(depths) + 1, dtype=np.uint64)
+        self._state, _ = new_state(
+            store,
+            {},
+            {
+                _LEVELS: np.array(levels, np.int64),
+                _HASHES: np.zeros(layout.frames, np.int64),
+                _FRAME_LEVELS: np.zeros(layout.frames, np.int64),
+                _FACTORS: (steps * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1),
+                _LAST: np.zeros(2 * schema.stack, np.int64),
+            },
         )
-        fields: Any = schema.step_dtype.fields
-        self._step_table = np.array(
-            [
-                (sections[name].offset, dtype.itemsize, offset)
-                for name, (dtype, offset, *_) in fields.items()
-            ],
-            np.int64,
-        )
-        depths = sorted(c.stack for c in columns.values())
-        self._levels = np.array(
-            [next(d for d in depths if d >= schema.stack - j) for j in range(schema.stack)],
-            np.int64,
-        )
-        self._hashes = np.zeros(layout.frames, np.uint32)
-        self._chunk_levels = np.zeros(layout.frames, np.int64)
-        longest = max(c.item_bytes for c in columns.values())
-        # Odd, and different for each byte; a column's start one further on than the last's.
-        steps = np.arange(longest + len(columns), dtype=np.uint32)
-        self._factors = (steps * np.uint32(2654435761)) | np.uint32(1)
-        self._zeros = np.zeros(longest, np.uint8)
-        self._last = np.zeros((2, schema.stack), np.uint16)
-        self._words = np.zeros(_WORDS, np.int64)
-        for word, value in {
-            _CHUNK: layout.chunk,
-            _MAX_FRAMES: layout.frames,
-            _BODIES: store.bodies_offset,
-            _BODY_BYTES: layout.body_bytes,
-            _OBS_FRAMES: sections["obs_frames"].offset,
-            _NEXT_FRAMES: sections["next_obs_frames"].offset,
-            _REWARD: sections["reward"].offset,
-            _DISCOUNT: sections["discount"].offset,
-            _PRIORITY: sections["priority"].offset,
-            _N_STEP: schema.n_step,
-        }.items():
-            self._words[word] = value
+        self._mem = store.mem
+        self._bootstrap = schema.gamma**schema.n_step
         self.close()
-        self._store = store
-        self._mem32 = store.mem.view(np.float32)
 
     @property
     def slot(self) -> int | None:
         """The open slot."""
-        slot = int(self._words[_SLOT])
+        slot = self._state.item(_SLOT)
         return None if slot < 0 else slot
 
     def open(self, slot: int) -> None:
         """Go on in this slot."""
-        self._words[[_SLOT, _ROWS, _FRAMES]] = slot, 0, 0
+        self._state[[_SLOT, _ROWS, _FRAMES]] = slot, 0, 0
 
     def close(self) -> None:
         """No more rows into the open slot."""
-        self._words[[_SLOT, _ROWS]] = -1, self._words[_CHUNK]  # no slot is a full slot
-
-    def flat(self, obs: dict[str, NDArray[Any]], rows: int) -> tuple[NDArray[np.uint8], ...]:
-        """Each observation column as contiguous bytes. Raises SchemaError for another shape."""
-        return flat_observations(self.schema, obs, rows)
+        self._state[[_SLOT, _ROWS]] = -1, self._state[CHUNK]  # no slot is a full slot
 
     def pack(
         self,
@@ -273,18 +286,23 @@ class TransitionPacker:
         obs: tuple[NDArray[np.uint8], ...],
         next_obs: tuple[NDArray[np.uint8], ...],
         staged: NDArray[np.uint8],
-        numbers: NDArray[np.float32],
+        reward: NDArray[np.float32],
+        discount: NDArray[np.float32] | None,
+        terminated: NDArray[np.bool_] | None,
+        magnitudes: NDArray[np.float64],
+        shard: int,
         indices: NDArray[np.int64],
+        keys: NDArray[np.int64],
     ) -> int:
         """Rows from `start` on; the row that needs another slot, or B when all are in.
 
-        staged (B, bytes): step columns; numbers (B, 3): reward, discount, |priority| (-1: none).
-        indices (B,) gets where each row is.
+        staged (B * bytes): records of the step columns; magnitudes (B,): |priorities|, -1: none.
+        discount, terminated: see PrioritizedReplay.extend. indices, keys (B,) get where each row is
+        and what names it.
         """
-        store = self._store
         done: int = pack_kernel(
-            start, obs, next_obs, staged, numbers, self._words, store.headers, store.mem,
-            store.mem16, self._mem32, self._frame_table, self._step_table, self._levels,
-            self._hashes, self._chunk_levels, self._factors, self._last, self._zeros, indices,
+            start, obs, next_obs, staged, reward, _NO_DISCOUNT if discount is None else discount,
+            self._bootstrap, _NO_FLAGS if terminated is None else terminated, magnitudes,
+            self._state, self._mem, shard, indices, keys,
         )  # fmt: skip
         return done

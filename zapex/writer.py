@@ -1,15 +1,13 @@
 """Steps of vectorised environments into a replay, of this process or of another one."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex import arguments
+from zapex.arguments import BOOL, FLOAT64, column, magnitudes, observations, stage
 from zapex.errors import ConfigError, ReplayError, SchemaError
-from zapex.jit import kernel
-from zapex.nstep import CUT, END, ChunkBuilder
+from zapex.nstep import ChunkBuilder, flat_observations
 from zapex.schema import LIVE
 
 if TYPE_CHECKING:
@@ -17,22 +15,7 @@ if TYPE_CHECKING:
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 
-SOME_OVER, SOME_END = 1, 2
 _STACK_CHECKS = 32  # steps in which it is looked at whether a stack really is one
-
-
-@kernel
-def look_kernel(terminated: Any, truncated: Any, over: Any, flags: Any, playing: Any,
-                ends: Any) -> int:  # fmt: skip
-    """What a step means for each stream; whether an episode is over, or ends, in some."""
-    some = 0
-    for i in range(len(over)):
-        end = terminated[i] | truncated[i]
-        flags[i] = terminated[i] * CUT + end * END
-        playing[i] = not over[i]
-        ends[i] = end and not over[i]
-        some |= over[i] * SOME_OVER + ends[i] * SOME_END
-    return some
 
 
 class Writer:
@@ -62,9 +45,10 @@ class Writer:
         self._replay = replay
         self._schema = replay.layout.schema
         self._builder = ChunkBuilder(replay.store, num_envs, closed_state=LIVE)
-        self._staged = np.zeros_like(self._builder.staged)
         # True: the stream has no episode; its next observation begins one, or must be given.
         self._over = np.ones(num_envs, np.bool_)
+        self._any_over = True
+        self._ends = np.zeros(num_envs, np.bool_)
         self._ever_begun = self._closed = False
         self._stacks_to_check = _STACK_CHECKS if self._schema.stack > 1 else 0
         self._noted = 0  # of the builder's last completed transitions
@@ -75,12 +59,14 @@ class Writer:
 
         Steps of a broken-off episode whose n-step return is not known yet are dropped.
         """
-        found = arguments.observations(self._schema, obs, self.num_envs, "obs")
-        wanted = np.ones(self.num_envs, np.bool_) if mask is None else self._flags(mask, "mask")
+        found = observations(self._schema, obs, self.num_envs, "obs")
+        everyone = np.ones(self.num_envs, np.bool_)
+        wanted = everyone if mask is None else column(mask, BOOL, everyone.shape, "mask")
         with self._replay.lock:
             self._demand_open()
             self._begin(wanted, found)
-            self._over = self._over & ~wanted
+            self._over &= ~wanted
+            self._any_over = bool(self._over.any())
             self._ever_begun = True
             if self._stacks_to_check:
                 self._remember(found, wanted)
@@ -107,39 +93,42 @@ class Writer:
         Raises SchemaError, InvalidPriority, ReplayError; nothing has changed then.
         """
         streams, replay, builder = self.num_envs, self._replay, self._builder
-        found = arguments.observations(self._schema, next_obs, streams, "next_obs")
-        terminals = self._flags(terminated, "terminated")
-        truncations = self._flags(truncated, "truncated")
-        rewards = arguments.column(reward, arguments.FLOAT64, (streams,), "reward")
-        given = None if priority is None else arguments.magnitudes(priority, streams)
-        arguments.stage(self._schema, action, extras, self._staged)
+        found = observations(self._schema, next_obs, streams, "next_obs")
+        shape = (streams,)
+        terminals = column(terminated, BOOL, shape, "terminated")
+        truncations = column(truncated, BOOL, shape, "truncated")
+        rewards = column(reward, FLOAT64, shape, "reward")
+        given = None if priority is None else magnitudes(priority, streams)
         with replay.lock:
             self._demand_open()
-            over = self._over
-            flags, playing = np.empty(streams, np.int64), np.empty(streams, np.bool_)
-            ends = np.empty(streams, np.bool_)
-            some = look_kernel(terminals, truncations, over, flags, playing, ends)
-            if some & SOME_OVER and (self.autoreset != "next_step" or not self._ever_begun):
+            stage(self._schema, action, extras, builder.staged)
+            over, ends, same_step = self._over, self._ends, self.autoreset == "same_step"
+            if self._any_over and (self.autoreset != "next_step" or not self._ever_begun):
                 raise ReplayError(
                     f"the episode of stream {int(over.argmax())} is over or never began: give its "
                     "first observation with reset(obs, mask)"
                 )
             last = found
-            if self.autoreset == "same_step" and some & SOME_END:
-                last = self._with_final(found, ends, final_obs)
+            if same_step and (terminals.any() or truncations.any()):
+                last = self._with_final(found, terminals | truncations, final_obs)
             if self._stacks_to_check:
-                self._check_stacks(playing, last)
+                self._check_stacks(~over, last)
             replay.admit(streams * self._schema.n_step)
-            builder.staged[:] = self._staged
+            flat = flat_observations(self._schema, last)
+            if builder.wanted > 0:  # known before the step, so that it is one call
+                builder.provide([replay.open_slot() for _ in range(builder.wanted)])
             self._noted = 0
-            self._until_done(lambda: builder.add(playing, flags, last, rewards, priority=given))
-            if self.autoreset != "same_step":
-                self._over = ends
-            begins, any_begin = (
-                (ends, SOME_END) if self.autoreset == "same_step" else (over, SOME_OVER)
-            )
-            if some & any_begin:
+            while True:
+                done, some = builder.step(terminals, truncations, over, ends, flat, rewards, given)
+                self._hand_over()  # first: what is closed here may be evicted for the next slot
+                if done == streams:
+                    break
+                builder.provide([replay.open_slot()])
+            begins, any_begin = (ends, some) if same_step else (over, self._any_over)
+            if any_begin:
                 self._begin(begins, found)
+            if not same_step:
+                self._over, self._ends, self._any_over = ends, over, some
             if self._stacks_to_check:
                 self._remember(found)
 
@@ -168,25 +157,21 @@ class Writer:
         if self._closed:
             raise ReplayError("this writer is closed: ask the replay for another")
 
-    def _flags(self, value: ArrayLike, name: str) -> NDArray[np.bool_]:
-        return arguments.column(value, arguments.BOOL, (self.num_envs,), name)
-
     def _begin(self, mask: NDArray[np.bool_], obs: dict[str, NDArray[Any]]) -> None:
-        self._until_done(lambda: self._builder.begin(mask, obs))
-
-    def _until_done(self, step: Callable[[], int]) -> None:
-        """Builder calls until every stream is done, with slots as it needs them."""
-        while step() < self.num_envs:
-            self._hand_over()  # first: what is closed here may be evicted for the next slot
-            self._builder.provide(np.array([self._replay.open_slot()]))
+        while self._builder.begin(mask, obs) < self.num_envs:
+            self._hand_over()
+            self._builder.provide([self._replay.open_slot()])
         self._hand_over()
 
     def _hand_over(self) -> None:
         """Transitions completed since the last time can be drawn; full chunks can be evicted."""
         indices, magnitudes = self._builder.last_completed()
-        new = slice(self._noted, None)
-        self._noted = len(indices)
-        self._replay.grown(indices[new], magnitudes[new], self._builder.take_closed())
+        if self._noted:
+            indices, magnitudes = indices[self._noted :], magnitudes[self._noted :]
+        self._noted += len(indices)
+        closed = self._builder.take_closed()
+        if len(indices) or len(closed):
+            self._replay.grown(indices, magnitudes, closed)
 
     def _with_final(
         self, found: dict[str, NDArray[Any]], ends: NDArray[np.bool_], final_obs: Any
@@ -205,7 +190,7 @@ class Writer:
                 row = {key: np.asarray(value)[None] for key, value in final_obs[i].items()}
             else:
                 row = np.asarray(final_obs[i])[None]
-            for name, array in arguments.observations(self._schema, row, 1, "final_obs").items():
+            for name, array in observations(self._schema, row, 1, "final_obs").items():
                 last[name][i] = array[0]
         return last
 
@@ -219,14 +204,14 @@ class Writer:
     def _check_stacks(self, playing: NDArray[np.bool_], found: dict[str, NDArray[Any]]) -> None:
         """Frames are kept once, so a stack must be the one before it, shifted by a frame."""
         self._stacks_to_check -= 1
-        for name, column in self._schema.obs_columns.items():
-            if column.stack > 1:
-                axis = 1 if column.stack_axis == 0 else found[name].ndim - 1
+        for name, c in self._schema.obs_columns.items():
+            if c.stack > 1:
+                axis = 1 if c.stack_axis == 0 else found[name].ndim - 1
                 now = np.moveaxis(found[name], axis, 0)[:-1, playing]
                 before = np.moveaxis(self._last[name], axis, 0)[1:, playing]
                 if not np.array_equal(now, before):
                     raise SchemaError(
-                        f"{name} has stack={column.stack}, but next_obs is not the observation "
+                        f"{name} has stack={c.stack}, but next_obs is not the observation "
                         "before it shifted by one frame: if that axis is not time, build the "
                         "schema with stack=1"
                     )

@@ -32,9 +32,10 @@ def test_no_read_of_parameters_is_torn_by_a_busy_writer(reads: int, size: int) -
     run("mailbox_reads", "--reads", reads, "--bytes", size, timeout_s=120)
 
 
-@pytest.mark.parametrize("seed", [1, 3])
-def test_a_killed_run_leaves_no_process_and_no_name(tmp_path: Path, seed: int) -> None:
-    kill_once(random.Random(seed), tmp_path)
+@pytest.mark.parametrize("how", ["group", "parent"])
+def test_a_killed_run_leaves_no_process_and_no_name(tmp_path: Path, how: str) -> None:
+    there, _ = kill_once(how, random.Random(1), tmp_path)
+    assert there == 4
 
 
 def test_a_name_in_dev_shm_is_found_by_who_holds_it() -> None:
@@ -55,8 +56,9 @@ def test_six_kills_of_real_roles_lose_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_twenty_killed_runs_leave_nothing() -> None:
-    run("group_kills", "--kills", 20, timeout_s=600)
+@pytest.mark.parametrize("how", ["group", "parent"])
+def test_ten_killed_runs_leave_nothing(how: str) -> None:
+    run("group_kills", "--kills", 10, "--how", how, timeout_s=600)
 
 
 @pytest.mark.slow

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.agent.learning import DQN
 from zapex.batch import Batch
 from zapex.errors import ZapexError
 from zapex.metrics import RoleMetrics
 from zapex.transport import ParameterSink, SampleSource
+
+if TYPE_CHECKING:
+    from zapex.agent.learning import DQN
 
 
 class Checkpointer(Protocol):
@@ -20,7 +22,7 @@ class Checkpointer(Protocol):
     def due(self) -> bool:
         """It is time."""
 
-    def save(self, dqn: DQN, version: int) -> None:
+    def save(self, dqn: "DQN", version: int) -> None:
         """Write one now."""
 
 
@@ -32,7 +34,7 @@ class Learner:
 
     def __init__(
         self,
-        dqn: DQN,
+        dqn: "DQN",
         source: SampleSource,
         parameters: ParameterSink,
         batch: Batch,

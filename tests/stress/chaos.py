@@ -1,0 +1,65 @@
+"""Kills, stops and continues every role at random and at every named step, and accounts for all.
+
+python -m tests.stress.chaos --minutes 10 --seed 7        prints one JSON document
+
+Without --seed it draws one and prints it; a seed repeats the schedule of kills and stops. Ends with
+status 1 and the reason where anything is torn, foreign, doubled or lost, or somebody is stuck.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import machine_facts
+from tests.stress import steps
+from tests.stress.chaos_mutants import MUTANTS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--kills", help="end at so many of actors, replay, learner: 1000,300,300")
+    parser.add_argument("--only", default="", help='one fault: "replay: slot-granted"')
+    parser.add_argument("--capacity", type=int, default=512, help="transitions")
+    parser.add_argument("--chunk", type=int, default=8, help="transitions a chunk")
+    parser.add_argument("--json", type=Path, help="write the facts here, too")
+    parser.add_argument("--mutant", choices=MUTANTS, help="take a rule away: the run must fail")
+    options = parser.parse_args()
+    seed = random.randrange(1 << 32) if options.seed is None else options.seed
+    print(f"seed {seed}", file=sys.stderr, flush=True)
+    mutant = MUTANTS.get(options.mutant)
+    steps.install(mutant.changes if mutant else None)
+    from tests.stress.chaos_content import Violation
+    from tests.stress.chaos_run import Stuck, run
+
+    settings: dict[str, Any] = {
+        "rob_the_stopped": options.mutant == "slots-back-before-the-pidfd-fired",
+        "capacity": options.capacity,
+        "chunk": options.chunk,
+        "only": options.only or (mutant.only if mutant else ""),
+    }
+    kills: dict[str, int] = {}
+    if options.kills:
+        counts = [int(count) for count in options.kills.split(",")]
+        kills = dict(zip(("actor", "replay", "learner"), counts, strict=True))
+    try:
+        facts = run(seed, 60 * options.minutes, kills, **settings)
+    except (Violation, Stuck) as error:
+        kind = "stuck" if isinstance(error, Stuck) else str(error).partition(":")[0]
+        print(json.dumps({"seed": seed, "failed": kind, "how": str(error)}))
+        return 1
+    text = json.dumps({"machine": machine_facts(), **facts}, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked, so of a single thread
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Named steps: comments in zapex's source that become calls in a process that asks for it.
+
+A line `# STEP name` marks a point of a protocol between two stores that matter. To Python and to
+Numba it is a comment: no byte of code comes of it. A process that calls `install()` before it
+imports zapex compiles these lines as calls instead, in kernels too (which are cached apart), and
+every passage then looks at the process's orders: at the n-th passage of a step, send yourself this
+signal. The same loader can change source, so that a test can take a rule away.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+PACKAGE = Path(__file__).parents[2] / "zapex"
+MARKER = re.compile(r"^(?P<indent> *)# STEP (?P<name>[a-z-]+)$", re.M)
+
+# A process's words.
+ORDER, COUNT, SIGNAL, LAST, LAST_NS = range(5)
+WORDS = 16
+
+Change = tuple[str, str]  # old text, new text
+
+
+def markers() -> dict[str, list[str]]:
+    """The names of the steps in each module of zapex that has some, in the order of the source."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = [match["name"] for match in MARKER.finditer(path.read_text())]
+        if names:
+            relative = path.relative_to(PACKAGE.parent).with_suffix("")
+            found[".".join(relative.parts)] = names
+    return found
+
+
+STEPS: list[str] = sorted({name for names in markers().values() for name in names})
+"""A step's number is its place here."""
+
+_orders: Any = memoryview(bytearray(8 * WORDS)).cast("q")
+
+
+def obey(words: Any) -> None:
+    """From now on this process looks at these orders: a writable memoryview of WORDS int64."""
+    global _orders  # noqa: PLW0603
+    _orders = words
+
+
+def order(words: Any, step: str, count: int, signal: int) -> None:
+    """At the `count`-th passage of `step` from now on the process sends itself `signal`."""
+    words[COUNT], words[SIGNAL] = count, signal
+    words[ORDER] = 1 + STEPS.index(step)  # last: until then there is no order
+
+
+def withdraw(words: Any) -> None:
+    """No order any more."""
+    words[ORDER] = 0
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int64)
+def _passed(number: int) -> None:
+    words = _orders
+    if words[ORDER] == number:
+        words[COUNT] -= 1
+        if words[COUNT] <= 0:
+            words[ORDER] = 0
+            words[LAST_NS] = time.monotonic_ns()
+            words[LAST] = number
+            os.kill(os.getpid(), words[SIGNAL])
+
+
+def _make_step() -> Any:
+    """`step(number)`, for Python and for kernels: a call of the symbol zapex_step."""
+    import numba
+    from llvmlite import binding, ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    binding.add_symbol("zapex_step", ctypes.cast(_passed, ctypes.c_void_p).value)
+
+    @intrinsic
+    def call(_context: Any, number: Any) -> Any:
+        def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+            function = cgutils.get_or_insert_function(builder.module, kind, "zapex_step")
+            builder.call(function, values)
+            return context.get_dummy_value()
+
+        return types.none(types.int64), emit
+
+    @numba.njit(nogil=True)
+    def step(number: int) -> None:
+        call(number)
+
+    return step
+
+
+class _Loader(SourceFileLoader):
+    """Compiles markers as calls, and changes what a test wants changed."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def get_code(self, fullname: str) -> Any:
+        source = Path(self.path).read_text(encoding="utf-8")
+        for old, new in self.settings["changes"].get(fullname, ()):
+            assert source.count(old) == 1, f"{fullname} has {source.count(old)} times: {old}"
+            assert old.count("\n") == new.count("\n"), "line numbers must stay"
+            source = source.replace(old, new)
+        source = MARKER.sub(lambda m: f"{m['indent']}_step({1 + STEPS.index(m['name'])})", source)
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["_step"] = self.settings["step"]
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, wanted: set[str]) -> None:
+        self._wanted = wanted
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._wanted:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None:
+            spec.loader = _Loader(fullname, str(spec.origin))
+        return spec
+
+
+def install(changes: Mapping[str, Sequence[Change]] | None = None) -> None:
+    """Steps are calls in every module of zapex that is imported from here on."""
+    changes = changes or {}
+    loaded = {name for name in sys.modules if name.startswith("zapex.")} - {"zapex.version"}
+    assert not loaded, f"too late: {sorted(loaded)} are imported already"
+    from zapex import jit
+
+    _use_cache(jit, changes)
+    _Loader.settings.update(step=_make_step(), changes=changes)
+    sys.meta_path.insert(0, _Finder(set(markers()) | set(changes)))
+
+
+def _use_cache(jit: Any, changes: Mapping[str, Sequence[Change]]) -> None:
+    """Kernels with calls in them are cached apart; changed ones beside copies of the others."""
+    if jit.CACHE_DIRECTORY is None:
+        return
+    root = jit.CACHE_DIRECTORY.parent
+    kernels = jit.CACHE_DIRECTORY.name.removeprefix("kernels-")
+    digest = hashlib.sha256(repr((STEPS, Path(__file__).read_text())).encode()).hexdigest()[:8]
+    plain = root / f"steps-{kernels}-{digest}"
+    plain.mkdir(mode=0o700, exist_ok=True)
+    _forget_old(root, plain)
+    jit.CACHE_DIRECTORY = plain
+    if any(b"zapex.jit" in _source(module).read_bytes() for module in changes):
+        changed = root / f"{plain.name}-{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}"
+        if not changed.exists():
+            shutil.copytree(plain, changed)
+            for module in changes:  # its own kernels; no other module's call them
+                for file in changed.rglob(f"{module.rpartition('.')[2]}.*"):
+                    file.unlink()
+        jit.CACHE_DIRECTORY = changed
+
+
+def _source(module: str) -> Path:
+    return PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def _forget_old(root: Path, wanted: Path) -> None:
+    for old in root.glob("steps-*"):
+        if not old.name.startswith(wanted.name) and time.time() - old.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(old, ignore_errors=True)
