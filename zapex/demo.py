@@ -195,7 +195,7 @@ class Show:
         )
         torn = self.patient.count("learner", "torn_rows")
         if torn:
-            told += f"\nthe learner gave up {torn:g} rows that were evicted while it copied them"
+            told += f"\nthe learner gave up {torn:g} rows that went before it had copied them"
         if not math.isnan(self.evaluated):
             told += f"\nmean return of the last evaluation {self.evaluated:g}"
         return told
