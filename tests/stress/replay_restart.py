@@ -203,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 until = time.monotonic() + settle_s + moments.random()
                 while time.monotonic() < until:
                     memory.wait_for_answer(supervisor, options.timeout_s)
+                    time.sleep(0.02)
                 found.append(kill(memory, supervisor, options.timeout_s))
                 after = memory.live()
                 if after != before:
