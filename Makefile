@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo test fuzz stress lint wheel bench peers clean check-python
+.PHONY: help venv train demo cluster-demo test fuzz stress lint wheel bench peers clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -33,6 +33,7 @@ help:
 	  '' \
 	  '  make train    ten minutes of Breakout with the real ROM; more: make train ARGS="--max-minutes 60"' \
 	  '  make demo     CartPole to 475 of 500 in about two minutes, then the curve' \
+	  '  make cluster-demo   CartPole on four hosts of this machine; as root in network namespaces' \
 	  '  make test     the tests                        make lint    ruff, mypy, direction of imports' \
 	  '  make fuzz     the decoders, as long as told: ARGS="--runs 10000000 --decoder push"' \
 	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
@@ -51,6 +52,9 @@ train: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/zapex train --env CartPole-v1 --stop-at-return 475 --eval-episodes 100 --max-minutes 5 $(ARGS)
+
+cluster-demo: $(STAMP)
+	@$(BIN)/zapex demo cluster $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest --durations=10 $(ARGS)

@@ -281,10 +281,11 @@ def test_the_readme_names_commands_flags_and_targets_that_exist() -> None:
     from zapex.config import FIELDS
 
     shell = re.sub(r"#.*", "", blocks("sh"))
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert set(re.findall(r"make ([a-z]+)", shell)) <= set(targets) | {"python"}
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"make ([a-z-]+)", shell)) <= set(targets) | {"python"}
     assert set(re.findall(r"zapex ([a-z]+)", shell)) <= cli._COMMANDS.keys() | {"make"}
     known = {flag_of(name) for name in FIELDS} | {"--config", "--help", "--episodes", "--video"}
+    known |= {"--listen", "--replay", "--keys"}
     assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
 
 

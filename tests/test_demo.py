@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "there is one demo"),
-        (["burn"], "there is one demo"),
+        ([], "there are two demos"),
+        (["burn"], "there are two demos"),
         (["kill", "--every", "1"], "--every must be at least 4 s, got 1"),
         (["kill", "--minutes", "0"], "--minutes must be more than 0"),
         (["kill", "--run-dir", "."], "--run-dir must be new"),

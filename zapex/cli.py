@@ -244,7 +244,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "learner": (cli_hosts.learner, "one run on many hosts: learn, evaluate, end it"),
     "keygen": (cli_hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
     "doctor": (_doctor, "say whether this machine has what a run needs"),
-    "demo": (_demo, "watch a run whose processes are killed: zapex demo kill"),
+    "demo": (_demo, "watch a run that is hurt, or one on four hosts: zapex demo kill, cluster"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine, from the source tree"),
 }

@@ -223,13 +223,19 @@ class _Options:
 
 
 def command(args: list[str]) -> int:
-    """`zapex demo kill [flags]`."""
+    """`zapex demo kill [flags]`, `zapex demo cluster [flags]`."""
+    if args and args[0] == "cluster":
+        from zapex import demo_cluster
+
+        return demo_cluster.command(args[1:])
     if not args or args[0] != "kill":
         if {"-h", "--help"} & set(args):
             print("zapex demo kill: train while actor, learner and replay are killed on a timer")
+            print("zapex demo cluster: train on four hosts of this machine")
             return 0
         raise ConfigError(
-            f"there is one demo: `zapex demo kill`, got {' '.join(args) or 'nothing'}"
+            "there are two demos: `zapex demo kill` and `zapex demo cluster`, got "
+            + (" ".join(args) or "nothing")
         )
     what = "Train CartPole while actor, learner and replay are killed on a timer."
     options = parse(_Options, _Options(), args[1:], "demo kill", what)

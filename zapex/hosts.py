@@ -115,7 +115,7 @@ class _LinkWatch:
             self._notices.tell(self._link.over, OVER)
         waiting, now_s = self._link.waiting, time.monotonic()
         if waiting and (not self._said or now_s >= self._due_s):
-            self._since_s = self._since_s if self._said else now_s
+            self._since_s = self._since_s if self._said else now_s - self._link.silent_s
             self._due_s = now_s + _NEWS_PERIOD_S
             self._notices.tell(waiting)
         elif self._said and not waiting:

@@ -93,9 +93,14 @@ class ZmqLink:
         return all(self._welcomed)
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the replay's last word."""
+        return self._clock_s() - self._heard_s
+
+    @property
     def waiting(self) -> str:
         """Whom this client waits for and since when; "" while the replay answers."""
-        silent_s = self._clock_s() - self._heard_s
+        silent_s = self.silent_s
         if silent_s < _NEWS_S and not self._problem:
             return ""
         why = f": {self._problem}" if self._problem else ""
