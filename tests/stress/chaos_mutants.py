@@ -17,7 +17,7 @@ class Mutant:
     only: str = ""
 
 
-_SWEPT = {"torn", "foreign", "doubled"}  # which of them is seen first is a matter of time
+_SWEPT = {"torn", "foreign", "doubled", "lost"}  # which is seen first is a matter of time
 
 MUTANTS = {
     "commit-before-the-body": Mutant(
@@ -54,7 +54,7 @@ MUTANTS = {
         },
     ),
     "grants-for-any-life": Mutant(
-        _SWEPT | {"lost", "stuck"},
+        _SWEPT | {"stuck"},
         {
             "zapex.shm_transport": [
                 ('grants["slot"][grants["incarnation"] == self._incarnation]', 'grants["slot"]')

@@ -356,15 +356,16 @@ def live(world: World, name: str) -> None:
 
 
 def fill(world: World, incarnation: int) -> None:
-    """Play until the memory is full, in this process: a life of actor 0 that then ends."""
+    """Play until the memory is full, in this process: a life of actor 1 that then ends."""
     host = world.host
-    host.set_life("actor 0", incarnation)
+    host.set_life("actor 1", incarnation)
     server, replay = make_replay(world)
-    actor = ChaosActor(world, 0, incarnation)
-    while len(replay) < world.capacity - 2 * STREAMS * world.chunk:
+    actor = ChaosActor(world, 1, incarnation)
+    almost = world.plan.replay.live_slots - 8 * STREAMS
+    while replay.ledger.counts["live"] < almost and len(replay) < almost * world.chunk:
         if not actor.do_work():
             server.do_work()
-    host.set_life("actor 0", 0)
+    host.set_life("actor 1", 0)
     server.do_work()
 
 

@@ -234,9 +234,9 @@ class Chaos:
     def fill(self) -> None:
         """Begin with a full memory."""
         incarnation = time.time_ns()
-        self.account.begin(0, incarnation)
+        self.account.begin(1, incarnation)
         fill(self.world, incarnation)
-        self.account.end(0, incarnation, 0, self._store.header_rows)
+        self.account.end(1, incarnation, 0, self._store.header_rows)
 
     # Lives.
 
@@ -479,6 +479,7 @@ class Chaos:
         replay.ledger.release(self.host.sample_sink().issued)
         if not np.isin(rows[:, STATE], (FREE, LIVE)).all():
             raise Violation(f"lost: slots at the end: {self._state()}")
+        self.live_at_the_end = len(replay)
         valid, why = replay.tree.check_valid()
         if not valid:
             raise Violation(f"torn: the tree: {why}")
@@ -514,6 +515,8 @@ class Chaos:
             "kills": dict(result.kills),
             "stops": dict(result.stops),
             "at_steps": dict(sorted(result.kills_at.items())),
+            "capacity": self.world.capacity,
+            "live_at_the_end": self.live_at_the_end,
             "chunks_accounted": self.account.chunks,
             "transitions_accounted": self.account.transitions,
             "rows_checked": int(counters[:, ROWS_CHECKED].sum()),

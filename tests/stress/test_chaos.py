@@ -145,7 +145,7 @@ def test_a_chunk_of_a_life_that_nobody_began_is_foreign() -> None:
 
 
 def test_one_changed_word_of_any_column_is_seen() -> None:
-    stamps = np.array([[1, 10**18, 2, number] for number in range(40)])
+    stamps = np.array([[1, 10**18, 2, number] for number in range(120)])
     length = chaos_content.episode_steps(stamps[:, 2])
     episode, step = stamps[:, 3] // length, stamps[:, 3] % length
     after = np.minimum(step + 2, length)
