@@ -30,7 +30,7 @@ def backoff(policy=STEADY):
 def test_the_delay_doubles_with_each_short_life_up_to_the_longest():
     patient = RestartPolicy(jitter=0.0, most_short_lives=100, most_short_lives_killed=100)
     role = backoff(patient)
-    delays = [role.after_death(now_s=float(i), lived_s=0.0) for i in range(12)]
+    delays = [role.after_death(now_s=float(i), worked_s=0.0) for i in range(12)]
     assert delays[:4] == [0.1, 0.2, 0.4, 0.8]
     assert delays[9:] == [30.0, 30.0, 30.0]
 
@@ -38,49 +38,49 @@ def test_the_delay_doubles_with_each_short_life_up_to_the_longest():
 def test_a_long_life_starts_the_delays_anew():
     role = backoff()
     for now_s in (0.0, 1.0, 2.0):
-        role.after_death(now_s, lived_s=0.5)
-    assert role.after_death(now_s=60.0, lived_s=58.0) == 0.1
-    assert role.after_death(now_s=61.0, lived_s=0.5) == 0.1
-    assert role.after_death(now_s=62.0, lived_s=0.5) == 0.2
+        role.after_death(now_s, worked_s=0.5)
+    assert role.after_death(now_s=60.0, worked_s=58.0) == 0.1
+    assert role.after_death(now_s=61.0, worked_s=0.5) == 0.1
+    assert role.after_death(now_s=62.0, worked_s=0.5) == 0.2
 
 
 def test_it_gives_up_after_too_many_short_lives_in_a_row_and_says_so():
     role = backoff()
     for now_s in range(4):
-        assert isinstance(role.after_death(float(now_s), lived_s=1.0), float)
-    assert role.after_death(5.0, lived_s=9.9) == (
-        "it died 5 times in a row within 10 s of its start"
+        assert isinstance(role.after_death(float(now_s), worked_s=1.0), float)
+    assert role.after_death(5.0, worked_s=9.9) == (
+        "it died 5 times in a row before it had worked for 10 s"
     )
 
 
 def test_one_that_is_killed_has_more_lives_with_delays_up_to_half_a_minute():
     role = backoff()
-    delays = [role.after_death(float(i), lived_s=1.0, killed=True) for i in range(9)]
+    delays = [role.after_death(float(i), worked_s=1.0, killed=True) for i in range(9)]
     assert delays == [0.1 * 2**i for i in range(9)], "25.6 s is the last"
-    verdict = role.after_death(9.0, lived_s=1.0, killed=True)
-    assert verdict == "it died 10 times in a row within 10 s of its start"
+    verdict = role.after_death(9.0, worked_s=1.0, killed=True)
+    assert verdict == "it died 10 times in a row before it had worked for 10 s"
 
 
 def test_kills_in_between_do_not_hide_that_it_fails_by_itself():
     role = backoff()
     for killed in (False, True, False, True, False, True, False):
-        assert isinstance(role.after_death(0.0, lived_s=1.0, killed=killed), float)
-    assert isinstance(role.after_death(0.0, lived_s=1.0), str)
+        assert isinstance(role.after_death(0.0, worked_s=1.0, killed=killed), float)
+    assert isinstance(role.after_death(0.0, worked_s=1.0), str)
 
 
 def test_it_gives_up_after_too_many_deaths_in_the_window_but_forgets_older_ones():
     policy = RestartPolicy(jitter=0.0, window_s=100.0, most_deaths=4)
     role = backoff(policy)
     for now_s in (0.0, 20.0, 40.0, 141.0, 142.0):
-        assert isinstance(role.after_death(now_s, lived_s=20.0), float)
-    assert role.after_death(143.0, lived_s=20.0) == 0.1
-    assert role.after_death(143.5, lived_s=20.0) == "it died 4 times within 100 s"
+        assert isinstance(role.after_death(now_s, worked_s=20.0), float)
+    assert role.after_death(143.0, worked_s=20.0) == 0.1
+    assert role.after_death(143.5, worked_s=20.0) == "it died 4 times within 100 s"
 
 
 def test_jitter_spreads_the_delays_within_its_share():
     policy = RestartPolicy(jitter=0.25, most_deaths=10_000)
     role = backoff(policy)
-    delays = [role.after_death(float(i), lived_s=11.0) for i in range(200)]
+    delays = [role.after_death(float(i), worked_s=11.0) for i in range(200)]
     assert 0.075 <= min(delays) < 0.08
     assert 0.12 < max(delays) <= 0.125
 

@@ -191,6 +191,17 @@ def test_a_role_that_cannot_stay_up_is_given_up_with_the_reason(tmp_path):
     assert "3 times in a row" in events[-1].reason
 
 
+@pytest.mark.parametrize("works", [False, True])
+def test_the_time_until_it_works_is_not_counted_as_staying_up(tmp_path, works):
+    policy = RestartPolicy(first_s=0.001, most_short_lives=2, short_life_s=0.5, jitter=0.0)
+    code = SETUP + "import time; time.sleep(0.7); raise SystemExit(7)"
+    with Supervisor(policy=policy, is_up=lambda name, pid: works) as supervisor:
+        supervisor.start(spec(tmp_path, code, restart=True))
+        events = until(supervisor, Died) + until(supervisor, Died)
+    assert all(event.lived_s > 0.7 for event in events if isinstance(event, Died))
+    assert any(isinstance(event, GaveUp) for event in events) is not works
+
+
 def test_nothing_starts_again_once_a_stop_was_asked_for(tmp_path):
     with Supervisor(policy=PATIENT) as supervisor:
         supervisor.start(spec(tmp_path, "raise SystemExit(7)", restart=True))

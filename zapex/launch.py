@@ -275,7 +275,10 @@ class Session:
         control.populate()
         populator = Populator(experience) if experience is not None else None
         with (
-            Supervisor(on_death=lambda event: host.set_life(event.name, 0)) as supervisor,
+            Supervisor(
+                on_death=lambda event: host.set_life(event.name, 0),
+                is_up=lambda name, pid: host.metrics(name).pid == pid,
+            ) as supervisor,
             self._watched(host) as monitor,
         ):
             supervisor.install_signal_handlers()

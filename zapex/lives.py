@@ -190,13 +190,14 @@ class Backoff:
         self._failures = 0  # of them, those that nobody else brought about
         self._deaths: deque[float] = deque()
 
-    def after_death(self, now_s: float, lived_s: float, *, killed: bool = False) -> float | str:
+    def after_death(self, now_s: float, worked_s: float, *, killed: bool = False) -> float | str:
         """The delay in seconds until the next life, or the reason why there is none.
 
+        worked_s: since it had begun to work; 0 where it never did.
         killed: by SIGKILL, which says nothing of what the role would have done.
         """
         policy = self._policy
-        short = lived_s < policy.short_life_s
+        short = worked_s < policy.short_life_s
         self._short_lives = self._short_lives + 1 if short else 0
         self._failures = self._failures + (not killed) if short else 0
         self._deaths.append(now_s)
@@ -207,8 +208,8 @@ class Backoff:
             or self._short_lives >= policy.most_short_lives_killed
         ):
             return (
-                f"it died {self._short_lives} times in a row within {policy.short_life_s:g} s "
-                "of its start"
+                f"it died {self._short_lives} times in a row before it had worked for "
+                f"{policy.short_life_s:g} s"
             )
         if len(self._deaths) >= policy.most_deaths:
             return f"it died {len(self._deaths)} times within {policy.window_s:g} s"

@@ -117,6 +117,7 @@ class _Child:
     popen: subprocess.Popen[bytes] | None = None  # None between two lives and after the last
     pidfd: int = -1
     started_s: float = 0.0
+    up_s: float = math.inf  # when it began to work
     log_offset: int = 0  # where this life's part of the log begins
     restart_s: float = math.inf
     stopped_by: int | None = None
@@ -129,6 +130,8 @@ class Supervisor:
     `on_death` is told of every Exited and Died once the child is reaped and before it can start
     again: then what it held may be reclaimed. `silent_s(name)`, where given, is the time since
     the child last showed a sign of life; above `silent_after_s` it is reported as Stopped.
+    `is_up(name, pid)`, where given, says that a child has begun to work: what it took to get there,
+    which may be long on a busy machine, is not counted as staying up.
     """
 
     def __init__(
@@ -137,12 +140,14 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         on_death: Callable[[Exited | Died], None] | None = None,
         silent_s: Callable[[str], float] | None = None,
+        is_up: Callable[[str, int], bool] | None = None,
         silent_after_s: float = 3.0,
         seed: int | None = None,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._on_death = on_death
         self._silent_s = silent_s
+        self._is_up = is_up
         self._silent_after_s = silent_after_s
         self._rng = random.Random(seed)
         self._children: dict[str, _Child] = {}
@@ -280,6 +285,9 @@ class Supervisor:
                 if child.popen.poll() is not None:
                     events += self._bury(child, child.popen)
                 else:
+                    if child.up_s == math.inf and self._is_up is not None:
+                        up = self._is_up(child.spec.name, child.popen.pid)
+                        child.up_s = time.monotonic() if up else math.inf
                     events += self._look_for_stop(child, child.popen.pid)
             elif not self._stopping and time.monotonic() >= child.restart_s:
                 events += self._start_again(child)
@@ -292,6 +300,7 @@ class Supervisor:
         child.quiet = False
         child.incarnation = max(time.time_ns(), child.incarnation + 1)
         child.started_s = time.monotonic()
+        child.up_s = math.inf if self._is_up else child.started_s
         own = {_PARENT_VARIABLE: os.getpid(), _INCARNATION_VARIABLE: child.incarnation}
         env = {**os.environ, **spec.env, **{key: str(value) for key, value in own.items()}}
         with open(spec.log_path, "ab") as log:
@@ -352,16 +361,17 @@ class Supervisor:
             end = Died(name, popen.pid, child.incarnation, how, said, lived_s)
         events: list[Event] = [end]
         if isinstance(end, Died) and child.spec.restart and not self._stopping:
-            events.append(self._next_life(child, lived_s, killed=status == -signal.SIGKILL))
+            worked_s = max(0.0, time.monotonic() - child.up_s)
+            events.append(self._next_life(child, worked_s, killed=status == -signal.SIGKILL))
         if self._on_death is not None:
             self._on_death(end)
         return events
 
     def _next_life(
-        self, child: _Child, lived_s: float, killed: bool = False
+        self, child: _Child, worked_s: float, killed: bool = False
     ) -> Restarting | GaveUp:
         now_s = time.monotonic()
-        verdict = child.backoff.after_death(now_s, lived_s, killed=killed)
+        verdict = child.backoff.after_death(now_s, worked_s, killed=killed)
         if isinstance(verdict, str):
             return GaveUp(child.spec.name, verdict)
         child.restart_s = now_s + verdict
