@@ -176,7 +176,7 @@ def serve_network(setting: Setting, url: str, security: Security) -> None:
     parameters = ZmqParameters(server, mailbox)
     metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "replay", create=True)
     Server(setting, source, sink, experience, metrics).serve(
-        server.wait, mailbox, lambda: parameters.sent_version == mailbox.version
+        server.wait, mailbox, lambda: parameters.counts["sent"] > 0
     )
 
 

@@ -11,7 +11,7 @@ from zapex.batch_packing import BatchPacker, check_batch_size, packed_bytes
 from zapex.chunk_store import ChunkStore, set_state_kernel
 from zapex.errors import BadMessage
 from zapex.experience_messages import Push
-from zapex.message_header import Kind, as_part
+from zapex.message_header import Kind, Part, as_part
 from zapex.messages import (
     BULK,
     SMALL,
@@ -25,6 +25,7 @@ from zapex.messages import (
     Sample,
     Update,
     UpdateAck,
+    encode,
 )
 from zapex.replay import Draw
 from zapex.roster import NOBODY
@@ -259,24 +260,25 @@ class ZmqSampleSink:
 
 
 class ZmqParameters:
-    """The newest parameters, kept in memory that outlives the server, for whoever asks."""
+    """The newest parameters, kept in memory that outlives the server, for whoever asks.
+
+    A version is encoded once, and the same bytes go to everybody. Those that came over the network
+    are sent on from the frame that they came in.
+    """
 
     def __init__(self, server: ZmqServer, mailbox: Mailbox) -> None:
         self._server, self._mailbox = server, mailbox
         self._version = 0
-        self._bytes = np.empty(0, np.uint8)
+        self._parts: Sequence[Part] = ()  # of the message; never written again, libzmq may hold it
+        self.counts = dict.fromkeys(("sent", "kept"), 0)
         server.handlers[Kind.PUBLISH] = self._publish
         server.handlers[Kind.PULL] = self._pull
         server.chores.append(self.do_work)
 
-    @property
-    def sent_version(self) -> int:
-        """The newest version that went to anybody; 0: none."""
-        return self._version
-
     def _publish(self, session: Session, publish: Publish) -> None:
         if publish.version > self._mailbox.version:
             self._mailbox.publish(publish.version, np.frombuffer(publish.parameters, np.uint8))
+            self._keep(publish.version, publish.parameters)
         self._server.send(session, SMALL, PublishAck(0, self._mailbox.version))
         self.do_work()
 
@@ -284,19 +286,27 @@ class ZmqParameters:
         session.wants_newer_than = pull.value
         self.do_work()
 
+    def _keep(self, version: int, parameters: Part) -> None:
+        self._version = version
+        self._parts = encode(Params(version, parameters))
+        self.counts["kept"] += 1
+
     def do_work(self) -> int:
         """Send the newest to whoever waits for it; to how many."""
         newest, sent = self._mailbox.version, 0
+        if newest != self._version:
+            # Published in this host's memory. Before anybody asks: a pull then waits for no copy.
+            value = np.empty(self._mailbox.value_bytes, np.uint8)
+            version = self._mailbox.read_newer(self._version, value)
+            if not version:
+                return 0
+            self._keep(version, as_part(value))
         for session in self._server.sessions("relay", "learner", "reader"):
             wanted = session.wants_newer_than
-            if wanted is None or newest <= wanted:
+            if wanted is None or self._version <= wanted:
                 continue
-            if newest != self._version:
-                # A new array each time: libzmq may still send the last one.
-                self._bytes = np.empty(self._mailbox.value_bytes, np.uint8)
-                self._version = self._mailbox.read_newer(self._version, self._bytes)
-            message = Params(self._version, as_part(self._bytes))
-            if self._version and self._server.send(session, BULK, message) is not None:
+            if self._server.send_parts(session, BULK, self._parts) is not None:
                 session.wants_newer_than = None
                 sent += 1
+        self.counts["sent"] += sent
         return sent

@@ -8,7 +8,7 @@ session and is counted, and is hung up on (zmq_guard.py) when it does so again a
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zapex import messages
 from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
-from zapex.message_header import Form, Kind
+from zapex.message_header import Form, Kind, Part
 from zapex.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.roster import Roster
 from zapex.zmq_guard import Guard
@@ -131,6 +131,10 @@ class ZmqServer:
 
         A connection that is gone counts as not now; its client says hello again.
         """
+        return self.send_parts(session, channel, messages.encode(message))
+
+    def send_parts(self, session: Session, channel: int, parts: Sequence[Part]) -> Any | None:
+        """The same for a message that is encoded already, as it is for several clients."""
         route = session.routes[channel]
         if route is None:
             return None
