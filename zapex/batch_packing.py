@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from zapex.atomics import copy_bytes
 from zapex.batch import Batch
-from zapex.chunk_store import OFFSET_BITS, SLOT_BITS, ChunkStore, _gather_innermost
+from zapex.chunk_store import OFFSET_BITS, SLOT_BITS, ChunkStore, gather_innermost
 from zapex.errors import ConfigError
 from zapex.experience_messages import (
     BATCH_FACTS,
@@ -52,7 +52,7 @@ def _unpack_kernel(frames: Any, column: int, tables: Any, frame_table: Any, zero
             at = tables[side, b, stack - depth :]
             target = start + b * depth * size
             if innermost:
-                _gather_innermost(frames, 0, at, size, depth, item, zeros, batch, target)
+                gather_innermost(frames, 0, at, size, depth, item, zeros, batch, target)
                 continue
             for j in range(depth):
                 if at[j] == NO_FRAME:

@@ -118,7 +118,7 @@ def _interleave4(target: Any, a: Any, b: Any, c: Any, d: Any) -> None:
 
 
 @kernel
-def _gather_innermost(mem: Any, base: int, at: Any, size: int, stack: int, item: int, zeros: Any,
+def gather_innermost(mem: Any, base: int, at: Any, size: int, stack: int, item: int, zeros: Any,
                       batch: Any, target: int) -> None:  # fmt: skip
     """One stacked observation with the stack innermost; `at` (stack,): its frames' numbers."""
     if stack == 4 and item == 1:
@@ -196,7 +196,7 @@ def gather_kernel(keys: Any, mem: Any, mem16: Any, headers: Any, bodies: int, bo
                 first = (2 * b + side + 1) * stack - depth
                 if frame_table[c, F_INNERMOST]:
                     at = numbers[first : first + depth]
-                    _gather_innermost(mem, base, at, size, depth, frame_table[c, F_ITEM], zeros,
+                    gather_innermost(mem, base, at, size, depth, frame_table[c, F_ITEM], zeros,
                                       batch, target)  # fmt: skip
                     continue
                 for j in range(depth):

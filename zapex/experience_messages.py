@@ -1,21 +1,45 @@
 """Experience between hosts: closed chunks and sampled batches, each frame once."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zapex.atomics import copy_bytes
 from zapex.errors import BadMessage
+from zapex.jit import kernel
 from zapex.message_header import Form, Kind, Message, Part, as_part, check_actor, formed
 from zapex.schema import NO_FRAME, ChunkLayout, Schema
 
 
-def frames_used(*tables: NDArray[np.uint16]) -> int:
-    """One more than the largest frame that any row refers to, and at least 1."""
-    largest = [int(table[table != NO_FRAME].max(initial=0)) for table in tables]
-    return max(largest) + 1
+@kernel
+def _pack_rows_kernel(chunk: Any, body: int, table: Any, rows: int, part: Any) -> None:
+    at = 0
+    for c in range(table.shape[0]):
+        n = rows * table[c, 1]
+        copy_bytes(part, at, chunk, body + table[c, 0], n)
+        at += n
+
+
+@kernel
+def _unpack_rows_kernel(part: Any, table: Any, rows: int, chunk: Any, body: int) -> None:
+    at = 0
+    for c in range(table.shape[0]):
+        n = rows * table[c, 1]
+        copy_bytes(chunk, body + table[c, 0], part, at, n)
+        at += n
+
+
+@kernel
+def _largest_frame_kernel(part: Any, start: int, count: int) -> int:
+    """The largest of `count` frame numbers (u16) from byte `start` on; -1: only zero frames."""
+    largest = np.int64(-1)
+    for i in range(start, start + 2 * count, 2):
+        frame = np.int64(part[i]) | np.int64(part[i + 1]) << 8
+        if frame != NO_FRAME and frame > largest:
+            largest = frame
+    return largest  # type: ignore[return-value]
 
 
 RowColumns = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
@@ -84,11 +108,27 @@ def _check_lengths(message: Message, schema: Schema, rows_bytes: int) -> None:
         )
 
 
-def _check_frames(columns: Mapping[str, NDArray[Any]], frames: int) -> None:
-    for name in ("obs_frames", "next_obs_frames"):
-        table = columns[name]
-        if ((table >= frames) & (table != NO_FRAME)).any():
-            raise BadMessage(f"{name} refers to a frame that is not among the {frames} sent")
+def _check_frames(part: Part, start: int, message: Message, schema: Schema) -> None:
+    """Both tables of frame numbers, one behind the other from byte `start` on."""
+    numbers = 2 * message.rows * schema.stack
+    if _largest_frame_kernel(np.frombuffer(part, np.uint8), start, numbers) >= message.frames:
+        raise BadMessage(f"a row refers to a frame that is not among the {message.frames} sent")
+
+
+_tables: dict[int, tuple[ChunkLayout, NDArray[np.int64], int]] = {}
+
+
+def _row_table(layout: ChunkLayout) -> tuple[NDArray[np.int64], int]:
+    """(offset in a chunk's body, bytes a row) of each column of `_chunk_rows`; bytes of a row."""
+    known = _tables.get(id(layout))  # by identity: hashing a layout takes longer than the copying
+    if known is None:
+        columns = _chunk_rows(layout.schema)
+        table = np.array(
+            [(layout.sections[name].offset, _row_bytes(*columns[name])) for name in columns],
+            np.int64,
+        )
+        known = _tables[id(layout)] = layout, table, int(table[:, 1].sum())
+    return known[1:]
 
 
 @dataclass(frozen=True)
@@ -122,16 +162,17 @@ class Push:
         incarnation: int, sequence: int, stream: int, rows: int,
     ) -> "Push":  # fmt: skip
         """The chunk of `rows` transitions at byte `base` of `memory`; frames are not copied."""
-        used = [layout.column(name, memory, base)[:rows] for name in _chunk_rows(layout.schema)]
-        frames = frames_used(*used[:2])
-        body = [
-            as_part(layout.column(name, memory, base)[:frames].reshape(-1).view(np.uint8))
-            for name in layout.schema.obs_columns
-        ]
-        steps = np.concatenate([column.reshape(-1).view(np.uint8) for column in used])
+        table, row_bytes = _row_table(layout)
+        rest = np.empty(rows * row_bytes, np.uint8)
+        _pack_rows_kernel(memory, base, table, rows, rest)
+        frames = 1 + max(0, _largest_frame_kernel(rest, 0, 2 * rows * layout.schema.stack))
+        body = []
+        for name, column in layout.schema.obs_columns.items():
+            start = base + layout.sections[name].offset
+            body.append(as_part(memory[start : start + frames * column.item_bytes]))
         return cls(
             layout.schema.hash, actor, incarnation, sequence, stream, rows, frames,
-            (*body, as_part(steps)),
+            (*body, as_part(rest)),
         )  # fmt: skip
 
     @classmethod
@@ -144,23 +185,20 @@ class Push:
                 f"a chunk has 1 to {layout.chunk} rows and 1 to {layout.frames} frames, "
                 f"got {rows} and {frames}"
             )
-        _check_lengths(message, layout.schema, _rows_bytes(_chunk_rows(layout.schema), rows))
-        push = cls(
+        _check_lengths(message, layout.schema, rows * _row_table(layout)[1])
+        _check_frames(body[-1], 0, message, layout.schema)
+        return cls(
             message.schema, check_actor(message.number), message.incarnation, message.sequence,
             message.value, rows, frames, body,
         )  # fmt: skip
-        columns = row_columns(_chunk_rows(layout.schema), rows, body[-1])
-        _check_frames(columns, frames)
-        return push
 
     def write(self, layout: ChunkLayout, memory: NDArray[np.uint8], base: int) -> None:
         """Put the chunk into the body at byte `base` of `memory`, whole."""
         for name, part in zip(layout.schema.obs_columns, self.body, strict=False):
             start = base + layout.sections[name].offset
             memory[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
-        columns = row_columns(_chunk_rows(layout.schema), self.rows, self.body[-1])
-        for name, column in columns.items():
-            layout.column(name, memory, base)[: self.rows] = column
+        rest = np.frombuffer(self.body[-1], np.uint8)
+        _unpack_rows_kernel(rest, _row_table(layout)[0], self.rows, memory, base)
 
 
 @dataclass(frozen=True)
@@ -200,8 +238,9 @@ class BatchMessage:
             message.schema, message.value, message.sequence, message.incarnation, message.rows,
             message.frames, message.body,
         )  # fmt: skip
+        drawn_bytes = BATCH_FACTS.itemsize + 3 * 8 * message.rows
+        _check_frames(message.body[-1], drawn_bytes, message, form.schema)
         columns, facts = batch.columns(form.schema)
-        _check_frames(columns, message.frames)
         leaves = columns["leaves"]
         if not (leaves > 0).all() or not np.isfinite(leaves).all():
             raise BadMessage("a leaf that was drawn is positive and finite")

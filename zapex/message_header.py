@@ -119,7 +119,7 @@ class Message:
 
 
 def _crc(head: bytes | Part, body: Sequence[Part]) -> int:
-    crc = crc32(head)
+    crc: int = crc32(head)
     for part in body:
         crc = crc32(part, crc)
     return crc

@@ -14,7 +14,7 @@ from zapex import messages
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
 from zapex.message_header import Form, Kind
 from zapex.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
-from zapex.zmq_socket import Security, connect, receive, send
+from zapex.zmq_socket import Security, connect, make_context, receive, send
 
 HELLO_S = 1.0
 _RETRY_S = 0.05  # not connected yet
@@ -59,7 +59,7 @@ class ZmqLink:
         ]
         self._clock_s = clock_s
         security.check(url, "--replay")
-        self._context: Any = zmq.Context()
+        self._context: Any = make_context()
         largest = form.largest_answer_bytes if form is not None else 1 << 18
         self._sockets = [connect(self._context, url, security, largest) for _ in (SMALL, BULK)]
         self._welcomed = [False, False]

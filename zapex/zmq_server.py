@@ -22,7 +22,7 @@ from zapex.message_header import Form, Kind, Part
 from zapex.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.roster import Roster
 from zapex.zmq_guard import Guard
-from zapex.zmq_socket import Gatekeeper, Security, listen, receive, send
+from zapex.zmq_socket import Gatekeeper, Security, listen, make_context, receive, send
 
 _SESSION_S = 10.0  # a host that was silent for so long may lose its actor numbers to another
 _FORGET_S = 60.0
@@ -97,7 +97,7 @@ class ZmqServer:
                 f"--network-memory must be at least {-(-least >> 20)} MiB for batches and "
                 f"parameters of this size, got {memory_bytes >> 20}"
             )
-        self._context: Any = zmq.Context()
+        self._context: Any = make_context()
         self._gate = Gatekeeper(self._context, security.keys)
         try:
             self._socket = listen(self._context, url, security, form.largest_request_bytes)
@@ -138,7 +138,6 @@ class ZmqServer:
         route = session.routes[channel]
         if route is None:
             return None
-        parts = messages.encode(message)
         try:
             tracker = send(self._socket, [route, *parts])
         except PeerError:

@@ -1,5 +1,6 @@
 """Sockets of a run: their limits, who may connect, and what a network that is not ours demands."""
 
+import ctypes
 import ipaddress
 import resource
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ HEARTBEAT_TIMEOUT_S = 5.0  # a host with more work than cores is not a dead one
 _HANDSHAKE_S = 10.0
 _COPIED_BYTES = 1 << 16  # a smaller part is copied: sharing it with libzmq takes longer
 _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of it
+# M_MMAP_THRESHOLD (its largest value), M_TRIM_THRESHOLD, M_ARENA_MAX: of malloc.h, mallopt(3)
+_MALLOC = {-3: 32 << 20, -1: 64 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
@@ -130,6 +133,19 @@ class Gatekeeper:
     def close(self) -> None:
         """Give the endpoint back."""
         self.socket.close()
+
+
+def make_context() -> "zmq.Context[Any]":
+    """A context of sockets; the process keeps what large messages took for those that follow.
+
+    glibc gives a freed message's memory back to the system, and every page of the next is faulted
+    in anew, in libzmq's threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in _MALLOC.items():
+            mallopt(option, value)
+    return zmq.Context()
 
 
 def listen(
