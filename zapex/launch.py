@@ -104,6 +104,7 @@ class Session:
             environment=spec.env_id,
             preset=config.run.preset,
             part=self._part_in_words(),
+            replay_url=self.run.place.url if self.run.place is not None else "",
             run_dir=self.run.run_dir,
             streams=config.streams if plan.part == "actor" else self.run.streams,
             greedy_stream=self.run.streams - 1,
