@@ -335,7 +335,7 @@ class Session:
             fds = [fd for fd in (control_fd, experience_fd) if fd >= 0]
             yield ProcessSpec(
                 name=name,
-                argv=[sys.executable, "-m", "zapex.child", order.to_json()],
+                argv=[sys.executable, "-m", "zapex.birth", order.to_json()],
                 pass_fds=[*fds, *eventfds],
                 env=thread_environment(threads.get(role, 1)),
                 restart=True,
