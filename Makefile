@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test fuzz stress lint wheel bench peers clean check-python
+.PHONY: help venv train demo cluster-demo test fuzz stress lint wheel bench peers peers-reverb clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -40,6 +40,7 @@ help:
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
+	  '  make peers-reverb   Reverb and its TensorFlow (600 MB), in .peers-reverb' \
 	  '' \
 	  '  TORCH=cpu (default) | cuda | existing (the torch of your Python) | auto' \
 	  '  PYTHON=...   which Python 3.11 or newer; here: $(or $(PYTHON),none found)' \
@@ -93,6 +94,15 @@ peers: .peers/.installed
 	  --requirement .peers/same.txt --requirement benchmarks/peers.txt
 	@touch '$@'
 	@echo 'Made: .peers'
+
+peers-reverb: .peers-reverb/.installed
+
+.peers-reverb/.installed: benchmarks/peers-reverb.txt
+	@test -e .peers-reverb/bin/python || $(PYTHON) -m venv .peers-reverb
+	@.peers-reverb/bin/python -m pip install --disable-pip-version-check --quiet \
+	  --requirement benchmarks/peers-reverb.txt
+	@touch '$@'
+	@echo 'Made: .peers-reverb'
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -214,12 +214,9 @@ class Contender:
         self._process.communicate()
 
 
-def batches(names: list[str], python: str, capacity: int, rounds: int) -> dict[str, Any]:
-    """The batch's case by each contender, in turns."""
-    contenders = {
-        name: Contender(name, sys.executable if name == "zapex" else python, capacity)
-        for name in names
-    }
+def batches(pythons: dict[str, str], capacity: int, rounds: int) -> dict[str, Any]:
+    """The batch's case by each contender, by its interpreter, in turns."""
+    contenders = {name: Contender(name, python, capacity) for name, python in pythons.items()}
     results: dict[str, Any] = {
         name: {"missing": c.detail} for name, c in contenders.items() if c.status != "ready"
     }
@@ -281,15 +278,26 @@ def main() -> None:
         default=str(own) if own.exists() else sys.executable,
         help="the interpreter that has them (default: .peers/ if it is there)",
     )
+    apart = ROOT / ".peers-reverb/bin/python"
+    parser.add_argument(
+        "--reverb-python",
+        metavar="PYTHON",
+        default=str(apart) if apart.exists() else None,
+        help="the interpreter that has dm-reverb (default: .peers-reverb/ if it is there)",
+    )
     parser.add_argument("--capacity", type=int, default=16_384, help="of the batch's case")
     options = parser.parse_args()
     if options.pin is not None:
         os.sched_setaffinity(0, {options.pin})
     rounds = 3 if options.quick else 30
     CacheSweeper().sweep()
-    names = list(CONTENDERS) if options.peers else ["zapex"]
+    pythons = {"zapex": sys.executable}
+    if options.peers:
+        peers = dict.fromkeys(CONTENDERS, options.peers_python)
+        peers["reverb"] = options.reverb_python or options.peers_python
+        pythons = {**peers, **pythons}
     results = {
-        "batch": batches(names, options.peers_python, options.capacity, rounds),
+        "batch": batches(pythons, options.capacity, rounds),
         "insert": insert_cases(rounds if options.quick else 200),
         "tiny": tiny_cases(rounds),
         "start_up": start_up(2 if options.quick else 5),

@@ -7,9 +7,9 @@ Runs under any Python that has numpy and the contender:
 answers "ready VERSION" or "missing REASON", then each line "BATCH CALLS" on stdin with a JSON list
 of CALLS rows [sample ns, update ns, memcpy ns]. Everybody holds the same frames and does the same
 work: draw BATCH transitions by priority with their weights, as arrays, then give them new
-priorities. Before each of the two the caches are swept. memcpy is the least that an assembled batch
-takes: its observations' bytes from memory that is not in the caches, into memory that was used
-before.
+priorities. Before each of the two the caches are swept (but see Reverb). memcpy is the least that
+an assembled batch takes: its observations' bytes from memory that is not in the caches, into memory
+that was used before.
 """
 
 import json
@@ -122,7 +122,63 @@ class TorchRL:
         self.buffer.update_priority(indices, self.torch.from_numpy(priorities.astype(np.float32)))
 
 
-CONTENDERS = {"zapex": Zapex, "cpprb": Cpprb, "torchrl": TorchRL}
+class Reverb:
+    """Its sampler fetches ahead in threads of its own, while nobody counts the time.
+
+    So only rounds of consecutive pairs say what one takes: nothing is swept before them.
+    """
+
+    package = "dm-reverb"
+    pairs_a_call = 8
+
+    def __init__(self, capacity):
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        import reverb
+        import tensorflow as tf
+
+        image = tf.TensorSpec((STACK, SIDE, SIDE), tf.uint8)
+        numbers = [tf.TensorSpec((), kind) for kind in (tf.int64, tf.float32, tf.bool)]
+        table = reverb.Table(
+            "replay", sampler=reverb.selectors.Prioritized(0.6), max_size=capacity,
+            remover=reverb.selectors.Fifo(), rate_limiter=reverb.rate_limiters.MinSize(1),
+            signature=[image, image, *numbers],
+        )  # fmt: skip
+        self.reverb = reverb
+        self.server = reverb.Server([table])
+        self.address = f"localhost:{self.server.port}"
+        self.client = reverb.Client(self.address)
+        self.batches = None
+        writer = self.client.trajectory_writer(num_keep_alive_refs=1)
+
+        def extend(*columns):
+            for row in zip(*columns, strict=True):
+                writer.append(list(row))
+                writer.create_item("replay", 1.0, tuple(column[-1] for column in writer.history))
+            writer.flush()
+
+        filled(extend, capacity)
+        writer.close()
+
+    def sample(self, n):
+        if self.batches is None:
+            dataset = self.reverb.TrajectoryDataset.from_table_signature(
+                self.address, "replay", max_in_flight_samples_per_worker=n,
+                num_workers_per_iterator=1,
+            )  # fmt: skip
+            self.batches = iter(dataset.batch(n))
+        drawn = next(self.batches)
+        for column in drawn.data:
+            column.numpy()
+        # What weights are made of; its weights are left to the caller.
+        drawn.info.probability.numpy()
+        return drawn.info.key.numpy()
+
+    def update(self, keys, priorities):
+        updates = dict(zip(keys.tolist(), priorities.tolist(), strict=True))
+        self.client.mutate_priorities("replay", updates=updates)
+
+
+CONTENDERS = {"zapex": Zapex, "cpprb": Cpprb, "torchrl": TorchRL, "reverb": Reverb}
 
 
 def serve(name, capacity, sweep_bytes):
@@ -147,15 +203,20 @@ def serve(name, capacity, sweep_bytes):
             source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         times = []
         for _ in range(calls):
-            new = rng.random(batch) + 1e-6
-            memory += 1.0
-            start = time.perf_counter_ns()
-            rows = replay.sample(batch)
-            sampled = time.perf_counter_ns() - start
-            memory += 1.0
-            start = time.perf_counter_ns()
-            replay.update(rows, new)
-            updated = time.perf_counter_ns() - start
+            pairs = getattr(replay, "pairs_a_call", 1)
+            sampled = updated = 0
+            for _ in range(pairs):
+                new = rng.random(batch) + 1e-6
+                if pairs == 1:
+                    memory += 1.0
+                start = time.perf_counter_ns()
+                rows = replay.sample(batch)
+                sampled += (time.perf_counter_ns() - start) // pairs
+                if pairs == 1:
+                    memory += 1.0
+                start = time.perf_counter_ns()
+                replay.update(rows, new)
+                updated += (time.perf_counter_ns() - start) // pairs
             memory += 1.0
             start = time.perf_counter_ns()
             np.copyto(target, source)

@@ -272,7 +272,7 @@ def test_a_replay_that_dies_while_it_evicts_leaves_nothing_drawable_that_is_gone
         slot = desk.source.grants[0][sequence // STREAMS][1][sequence % STREAMS]
         desk.write(slot, sequence=sequence)
         desk.hand_over(slot)
-    for where in ("zapex.slot_ledger.SlotLedger.evict", "zapex.sumtree_numba.SumTree.update"):
+    for where in ("zapex.slot_ledger.SlotLedger.evict", "zapex.replay_core.forget_kernel"):
         with monkeypatch.context() as patch:
 
             def die(*args: object) -> None:

@@ -78,8 +78,9 @@ def test_weights_are_the_closed_form(normalise, beta):
     largest = raw.max() if normalise == "batch" else of_memory.max()
     np.testing.assert_allclose(batch.weights, raw / largest, rtol=1e-6)
     leaves = np.array([2.0, 8.0])
+    np.testing.assert_allclose(importance_weights(leaves, 0.5), [1.0, 0.25**0.5])
     np.testing.assert_allclose(
-        importance_weights(leaves, 20.0, 5, 1.0, 0.5, "memory"), [0.5**0.5, 0.125**0.5]
+        importance_weights(leaves, 0.5, smallest=1.0), [0.5**0.5, 0.125**0.5]
     )
 
 

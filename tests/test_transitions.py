@@ -130,6 +130,43 @@ def test_frames_of_zeros_take_no_room():
     assert not rows_of(replay, keys).obs.any()
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 19, 64, 200])
+def test_frames_that_differ_in_one_byte_are_told_apart_wherever_it_is(size):
+    schema = Schema(
+        {"obs": Column((size,), np.uint8, stack=2), "action": Column((), np.int64)}, n_step=1
+    )
+    replay = PrioritizedReplay(2000, schema, seed=0, chunk=250)
+    seen = set()
+    for base in (0, 7):
+        frames = np.full((size, size), base, np.uint8)
+        frames[np.arange(size), np.arange(size)] = base + 128
+        # Shuffled: no row follows another, so that each frame is looked for by its hash.
+        first, second = np.random.default_rng(size + base).integers(0, size, (2, 40))
+        obs = np.stack([frames[first], frames[second]], axis=1)
+        next_obs = obs[:, ::-1].copy()
+        seen |= {frame.tobytes() for frame in obs.reshape(-1, size)}
+        batch = rows_of(replay, extend(replay, obs, next_obs))
+        np.testing.assert_array_equal(batch.obs, obs)
+        np.testing.assert_array_equal(batch.next_obs, next_obs)
+    assert frames_in_use(replay) == len(seen)
+
+
+def test_a_batch_too_large_for_the_caches_is_the_same_as_small_ones():
+    schema = Schema(
+        {"obs": Column((83, 85), np.uint8, stack=4), "action": Column((), np.int64)}, n_step=1
+    )
+    replay = PrioritizedReplay(2000, schema, seed=0)
+    frames = np.random.default_rng(0).integers(0, 255, (100, 83, 85), np.uint8)
+    frames[3] = 0
+    places = np.arange(90)[:, None] + np.arange(4)
+    keys = extend(replay, frames[places], frames[places + 1])
+    batch = rows_of(replay, keys)
+    assert batch.obs.nbytes > 2 << 20
+    np.testing.assert_array_equal(batch.obs, frames[places])
+    np.testing.assert_array_equal(batch.next_obs, frames[places + 1])
+    np.testing.assert_array_equal(batch.action, np.arange(90))
+
+
 def test_a_stack_of_two_depths_never_takes_a_hole_for_a_frame():
     schema = Schema(
         {"obs/deep": Column((2,), np.uint8, stack=3), "obs/flat": Column((), np.float32),

@@ -190,9 +190,7 @@ class Direct:
             return None
         draw = self._draws.popleft()
         batch.indices[:] = draw.indices
-        batch.weights[:] = importance_weights(
-            draw.leaves, draw.total, draw.count, draw.smallest, BETA
-        )
+        batch.weights[:] = importance_weights(draw.leaves, BETA)
         torn = self._replay.store.gather(draw.keys, batch.layout, batch.memory, batch.keys)
         assert NO_KEY not in batch.keys
         return Sampled(torn, draw.count)

@@ -13,7 +13,7 @@ BOOL, INT64 = np.dtype(np.bool_), np.dtype(np.int64)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
-def column(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
+def column(value: Any, dtype: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
     """`value` as a contiguous array; a conversion may lose precision, never the kind.
 
     Raises SchemaError for another shape, or a dtype of another kind (float for int, int for bool).
@@ -41,7 +41,7 @@ def observations(schema: Schema, obs: Any, rows: int, name: str) -> dict[str, ND
     columns = schema.obs_columns
     if "obs" in columns:
         c = columns["obs"]
-        return {"obs": column(obs, np.dtype(c.dtype), (rows, *c.value_shape), name)}
+        return {"obs": column(obs, c.dtype, (rows, *c.value_shape), name)}
     if isinstance(obs, Mapping):
         found = {f"obs/{key}": value for key, value in obs.items()}
     else:
@@ -49,9 +49,7 @@ def observations(schema: Schema, obs: Any, rows: int, name: str) -> dict[str, ND
     if found.keys() != columns.keys():
         raise SchemaError(f"{name} must have {sorted(columns)}, got {sorted(found)}")
     return {
-        key: column(
-            found[key], np.dtype(c.dtype), (rows, *c.value_shape), name + key.removeprefix("obs")
-        )
+        key: column(found[key], c.dtype, (rows, *c.value_shape), name + key.removeprefix("obs"))
         for key, c in columns.items()
     }
 
@@ -68,7 +66,7 @@ def stage(schema: Schema, action: Any, extras: Mapping[str, Any], staged: NDArra
     rows = len(staged)
     for name, c in columns.items():
         value = action if name == "action" else extras[name]
-        staged[name] = column(value, np.dtype(c.dtype), (rows, *c.shape), name)
+        staged[name] = column(value, c.dtype, (rows, *c.shape), name)
 
 
 def magnitudes(priorities: Any, rows: int) -> NDArray[np.float64]:

@@ -60,6 +60,7 @@ from zapex.writer_state import new_state
 __all__ = ["CUT", "END", "NOTHING", "ChunkBuilder", "flat_observations"]
 
 _BYTE = np.dtype(np.uint8)
+_NO_SLOTS = np.empty(0, np.int64)
 NOTHING = np.empty(0)  # of a number for each stream: not given
 
 
@@ -67,14 +68,11 @@ def flat_observations(
     schema: Schema, obs: dict[str, NDArray[Any]]
 ) -> tuple[NDArray[np.uint8], ...]:
     """Each observation column as contiguous bytes, the stack axis first; shapes are not checked."""
-    return tuple(
-        [
-            (np.moveaxis(obs[name], -1, 1) if column.stack_innermost else obs[name])
-            .ravel()
-            .view(_BYTE)
-            for name, column in schema.obs_columns.items()
-        ]
-    )
+    flat: tuple[NDArray[np.uint8], ...] = ()
+    for name, column in schema.obs_columns.items():
+        array = np.moveaxis(obs[name], -1, 1) if column.stack_innermost else obs[name]
+        flat = (*flat, array.ravel().view(_BYTE))
+    return flat
 
 
 class ChunkBuilder:
@@ -240,6 +238,8 @@ class ChunkBuilder:
     def take_closed(self) -> NDArray[np.int64]:
         """Slots committed since the last call, in order."""
         count = self._state.item(CLOSED)
+        if not count:
+            return _NO_SLOTS
         self._state[CLOSED] = 0
         return self._closed[:count].copy()
 

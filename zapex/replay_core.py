@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from zapex.arguments import FLOAT64, INT64, column
 from zapex.chunk_store import ChunkStore, chunk_length, slots_needed
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
-from zapex.sampling import REFUSED, prioritise_kernel, reprioritise_kernel
+from zapex.sampling import REFUSED, forget_kernel, prioritise_kernel, reprioritise_kernel
 from zapex.schema import COMMITTED, COUNT, MAX_CHUNK, ChunkLayout, Schema, align
 from zapex.shm_segment import private_bytes
 from zapex.slot_ledger import SlotLedger
@@ -92,17 +92,17 @@ class Draw:
 
 
 def importance_weights(
-    leaves: NDArray[np.float64], total: float, count: int, smallest: float, beta: float,
-    normalise: str = "batch",
-) -> NDArray[np.float64]:  # fmt: skip
+    leaves: NDArray[np.float64], beta: float, smallest: float | None = None
+) -> NDArray[np.float64]:
     """(N q)^-beta over the largest of the batch or of the memory (Schaul et al. 2016, sec. 3.4).
 
-    leaves (B,): leaf values; q = leaf / total is the probability that was really used.
+    leaves (B,): leaf values; q = leaf / total is the probability that was really used. N and the
+    total are in every weight and in the largest: they cancel. smallest: the memory's smallest
+    positive leaf, to divide by its largest weight instead of the batch's.
     """
-    largest = leaves.min() if normalise == "batch" else smallest
-    # The factor (N / total)^-beta is in every weight and in the largest: it cancels.
-    del total, count
-    weights: NDArray[np.float64] = (leaves / largest) ** -beta
+    weights: NDArray[np.float64] = (
+        leaves / (leaves.min() if smallest is None else smallest)
+    ) ** -beta
     return weights
 
 
@@ -223,7 +223,8 @@ class ReplayCore:
         slot = self.ledger.oldest
         assert slot is not None
         # First: whoever attaches after a crash in between finds nothing drawable that is gone.
-        self.tree.update(slot * self.layout.chunk + self._rows, np.zeros(len(self._rows)))
+        chunk, tree = self.layout.chunk, self.tree
+        forget_kernel(slot * chunk, chunk, tree._nodes, tree._offsets, tree.capacity)
         # STEP leaves-cleared
         return self.ledger.evict(issued)[1]
 

@@ -84,6 +84,7 @@ class ReplayFace:
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
+        self._not_given = np.empty(0)  # the last |priorities| of rows that had none; never written
         self._batch_layouts: dict[tuple[int, bool], BatchLayout] = {}
 
     def extend(
@@ -122,7 +123,12 @@ class ReplayFace:
         ends = None if terminated is None else column(terminated, BOOL, (rows,), "terminated")
         if truncated is not None:
             column(truncated, BOOL, (rows,), "truncated")
-        given = np.full(rows, -1.0) if priorities is None else magnitudes(priorities, rows)
+        if priorities is not None:
+            given = magnitudes(priorities, rows)
+        else:
+            given = self._not_given = (
+                self._not_given if len(self._not_given) == rows else np.full(rows, -1.0)
+            )
         staged = np.empty(rows, schema.step_dtype)
         stage(schema, action, extras, staged)
         before = observations(schema, obs, rows, "obs")
@@ -196,6 +202,9 @@ class Extender:
                 rows.magnitudes, home.shard, indices, keys,
             )  # fmt: skip
             # Before the next slot: its eviction may take these rows already.
+            if done - first == count:
+                home.grown(indices, rows.magnitudes)
+                return keys
             home.grown(indices[first:done], rows.magnitudes[first:done])
             if done == count:
                 return keys

@@ -55,6 +55,12 @@ def batch_kernel(method: int, beta: float, by_memory: bool, nodes: Any, offsets:
 
 
 @kernel
+def forget_kernel(first: int, count: int, nodes: Any, offsets: Any, capacity: int) -> None:
+    """Leaves of a chunk that is evicted: 0."""
+    update_kernel(nodes, offsets, capacity, np.arange(first, first + count), np.zeros(count))
+
+
+@kernel
 def prioritise_kernel(indices: Any, magnitudes: Any, alpha: float, eps: float, largest: float,
                       nodes: Any, offsets: Any, capacity: int) -> float:  # fmt: skip
     """Leaves of new transitions: (|priority| + eps)^alpha, or `largest` where none is given.

@@ -88,7 +88,7 @@ class Column:
         """Bytes of one frame, or of one value."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
-    @property
+    @cached_property
     def stack_innermost(self) -> bool:
         """Whether the user sees a stack at the last axis."""
         return self.stack > 1 and self.stack_axis == -1

@@ -295,9 +295,7 @@ class ShmSampleSource:
         answer = ring.records[sequence & (ring.capacity - 1)]
         live = int(answer["live"])
         batch.indices[:] = answer["indices"]
-        batch.weights[:] = importance_weights(
-            answer["leaves"], answer["total"], live, answer["smallest"], self._beta
-        )
+        batch.weights[:] = importance_weights(answer["leaves"], self._beta)
         torn = self._store.gather(answer["keys"], batch.layout, batch.memory, batch.keys)
         if torn:
             batch.weights[batch.keys == NO_KEY] = 0.0

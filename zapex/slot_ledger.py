@@ -47,6 +47,15 @@ def _evict_kernel(headers: Any, slot: int) -> None:
     # STEP slot-evicted
 
 
+@kernel
+def _open_kernel(headers: Any, slot: int, commit_sequence: int) -> None:
+    header = slot * HEADER_WORDS
+    for word in (ACTOR, INCARNATION, COUNT, GRANT_SEQUENCE):
+        headers[header + word] = 0
+    headers[header + COMMIT_SEQUENCE] = commit_sequence
+    store_release(headers, header + STATE, LIVE)
+
+
 class SlotLedger:
     """The replay's side of a store: it alone moves slots on. Derived from the headers on attach.
 
@@ -109,7 +118,7 @@ class SlotLedger:
         return list(self._fifo)
 
     def grant(
-        self, count: int, actor: int, incarnation: int, sequence: int = 0, state: int = GRANTED
+        self, count: int, actor: int, incarnation: int, sequence: int = 0
     ) -> NDArray[np.int64]:
         """`count` free slots for an actor; the caller has seen that there are as many.
 
@@ -123,7 +132,7 @@ class SlotLedger:
             header[ACTOR], header[INCARNATION], header[COUNT] = actor, incarnation, 0
             header[GRANT_SEQUENCE] = sequence + i
             # STEP grant-written
-            set_state_kernel(self.store.headers, slot, state)
+            set_state_kernel(self.store.headers, slot, GRANTED)
             # STEP slot-granted
         return slots
 
@@ -143,9 +152,11 @@ class SlotLedger:
 
         Its rows can be drawn as COUNT grows; whoever fills it adds them to `live_transitions`.
         """
-        (slot,) = self.grant(1, 0, 0, state=LIVE).tolist()
-        self._stamp(slot)  # a process that dies leaves it closed, in this order
-        return int(slot)
+        slot: int = self._free.popleft()
+        # Stamped, so that a process that dies leaves it closed, in this order.
+        _open_kernel(self.store.headers, slot, self._commit_sequence)
+        self._commit_sequence += 1
+        return slot
 
     def close(self, slot: int) -> None:
         """An open slot is full, or will not be filled further: the FIFO may evict it."""
@@ -153,7 +164,7 @@ class SlotLedger:
         self._fifo.append(slot)
 
     def _stamp(self, slot: int) -> None:
-        self.store.header_rows[slot, COMMIT_SEQUENCE] = self._commit_sequence
+        self.store.headers[slot * HEADER_WORDS + COMMIT_SEQUENCE] = self._commit_sequence
         self._commit_sequence += 1
 
     def evict(self, issued: int) -> tuple[int, int]:
@@ -161,7 +172,7 @@ class SlotLedger:
         slot = self._fifo.popleft()
         if self.on_evict is not None:
             self.on_evict(slot)
-        count = int(self.store.header_rows[slot, COUNT])
+        count = self.store.headers.item(slot * HEADER_WORDS + COUNT)
         _evict_kernel(self.store.headers, slot)
         self._quarantine.append((issued, slot))
         self.live_transitions -= count

@@ -266,8 +266,8 @@ class ZmqSampleSource:
         layout = batch.layout
         if layout not in self._unpackers:
             self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
-        leaves, total, smallest = self._unpackers[layout].unpack(message, batch)
-        batch.weights[:] = importance_weights(leaves, total, message.live, smallest, self._beta)
+        leaves, _, _ = self._unpackers[layout].unpack(message, batch)
+        batch.weights[:] = importance_weights(leaves, self._beta)
         self._epoch = message.epoch
         del self._pending[sequence]
         return Sampled(torn=0, live=message.live)
