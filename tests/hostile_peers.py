@@ -43,13 +43,15 @@ def _dealer(url: str, **options: int) -> Any:
     return dealer
 
 
-def garbage(url: str, over: Callable[[], bool], *, connections: int = 200, rate: float = 0) -> int:
-    """Random bytes on many raw connections; `rate`: bytes a second in all, 0: as they go.
+def garbage(
+    url: str, over: Callable[[], bool], *, connections: int = 200, bytes_per_s: float = 0
+) -> int:
+    """Random bytes on many raw connections; bytes_per_s: in all; 0: as they go.
 
     Returns the bytes that went.
     """
     selector = selectors.DefaultSelector()
-    data = random.Random(1).randbytes(1 << 20)
+    data = memoryview(random.Random(1).randbytes(1 << 20))
     sent, start = 0, time.monotonic()
 
     def begin() -> None:
@@ -59,25 +61,21 @@ def garbage(url: str, over: Callable[[], bool], *, connections: int = 200, rate:
             sock.connect_ex(_address(url))
             selector.register(sock, selectors.EVENT_WRITE)
 
-    for _ in range(connections):
-        begin()
     while not over():
-        ahead_s = sent / rate - (time.monotonic() - start) if rate else 0
-        if ahead_s > 0:
-            time.sleep(min(ahead_s, 0.05))
+        while len(selector.get_map()) < connections:
+            begin()
         for key, _ in selector.select(0.05):
+            ahead_s = sent / bytes_per_s - (time.monotonic() - start) if bytes_per_s else 0
+            if ahead_s > 0:
+                time.sleep(min(ahead_s, 0.02))
             at = random.randrange(1 << 19)
-            size = max(1, min(1 << 18, int(rate / 100 / max(1, connections)) * 10 or 1 << 16))
             try:
-                sent += key.fileobj.send(data[at : at + size])  # type: ignore[union-attr]
+                sent += key.fileobj.send(data[at : at + (1 << 17)])  # type: ignore[union-attr]
             except BlockingIOError:
                 continue
             except OSError:
                 selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
-                begin()
-        while len(selector.get_map()) < connections and not over():
-            begin()
     return sent
 
 
@@ -191,7 +189,6 @@ def run(behaviour: str, url: str, seconds: float, form: Any, hello: Any, **more:
     def over() -> bool:
         return time.monotonic() > end or os.getppid() != parent
 
-    print("begins", flush=True)
     if behaviour in ("pushes", "deaf"):
         return int(globals()[behaviour](url, over, form, hello))
     return int(globals()[behaviour.replace("-", "_")](url, over, **more))
@@ -206,6 +203,7 @@ def main() -> None:
     def hello(role: str, channel: int) -> m.Hello:
         return m.Hello(role, 1000 + os.getpid(), 1, channel, SCHEMA.hash, 1, CONFIG)
 
+    print("begins", flush=True)
     print(run(behaviour, url, seconds, form, hello))
 
 

@@ -1,6 +1,7 @@
 """The learner against naive twins."""
 
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from tests import naive
 from zapex.agent import networks
-from zapex.agent.learning import DQN
+from zapex.agent.learning import DQN, memory_given_back
 from zapex.agent.optimisers import Adam, CentredRMSProp
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 
@@ -262,3 +263,17 @@ def test_an_infinite_reward_stops_learning_before_it_spoils_the_parameters(loss,
 def test_a_setting_that_cannot_work_is_refused_by_name(option, value):
     with pytest.raises(ConfigError, match=option):
         make(**{option: value})
+
+
+def test_what_a_checkpoint_takes_goes_back_to_the_system():
+    def anonymous_kib():
+        status = Path("/proc/self/status").read_text()
+        return int(next(x for x in status.splitlines() if x.startswith("RssAnon")).split()[1])
+
+    make()  # from here on the heap keeps what is freed
+    with memory_given_back():
+        before = anonymous_kib()
+        copy = np.ones(8 << 20)
+        assert anonymous_kib() > before + 60_000
+        del copy
+        assert anonymous_kib() < before + 1_000

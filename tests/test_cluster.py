@@ -27,7 +27,7 @@ def transitions_sent(part: Part) -> int:
     return int(part.snapshot()["relay"]["transitions"])
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_hosts_come_and_go_and_every_transition_that_was_sent_is_there_when_the_run_is_over(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -49,6 +49,7 @@ def test_hosts_come_and_go_and_every_transition_that_was_sent_is_there_when_the_
     assert leaves.is_gone()
     replay.wait_to_say(" left; ")
     comes.wait_for(lambda: comes.snapshot()["totals"]["frames"] > 0, "frames")
+    learner.wait_for(lambda: learner.snapshot()["totals"]["batches"] > 0, "a batch")
     # Ctrl-C of the learner ends nobody else. When it goes on, it is over: that ends everybody.
     assert learner.ends(GRACE_S, signal.SIGINT) == 0
     assert learner.is_gone()
@@ -98,8 +99,13 @@ def test_a_killed_relay_replay_or_learner_comes_back_and_the_run_goes_on(cluster
         part.wait_for(lambda part=part, role=role: role in part.children(), f"another {role}")
         goes_on(f"the {role}")
     # The whole replay host: its memory is gone, and the others begin anew with another.
+    replay.children()
     replay.popen.kill()
     replay.popen.wait(10)
+    deadline = time.monotonic() + 10
+    while not replay.is_gone():
+        assert time.monotonic() < deadline, "a child outlives its parent"
+        time.sleep(0.05)
     replay = cluster.start("replay", "--actors", "2")
     host.wait_for(lambda: "relay" in host.children(), "a relay of the new run")
     goes_on("the replay's parent")

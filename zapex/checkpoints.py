@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zapex import checkpoint
-from zapex.agent.learning import DQN
+from zapex.agent.learning import DQN, memory_given_back
 from zapex.agent.networks import DuelingNetwork
 from zapex.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
@@ -55,7 +55,8 @@ class RunCheckpoints:
         }
         tensors = {name: t.cpu().numpy() for name, t in dqn.state_dict_tensors().items()}
         name = checkpoint.step_name(int(totals.get("steps", 0)))
-        checkpoint.save(self._run_dir / "checkpoints", name, tensors, state)
+        with memory_given_back():
+            checkpoint.save(self._run_dir / "checkpoints", name, tensors, state)
         self._saved_s = self._clock_s()
 
     def restore(self, dqn: DQN) -> None:

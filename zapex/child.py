@@ -1,4 +1,4 @@
-"""One role in one process: what `python -m zapex.child` runs, and the loop around a duty cycle."""
+"""One role in one process: what `zapex.birth` leads to, and the loop around a duty cycle."""
 
 import contextlib
 import json
@@ -17,7 +17,6 @@ from zapex.idle import Waiter, spin_seconds
 from zapex.run import Clock, DutyCycle, Place, Run
 from zapex.shm_segment import Segment
 from zapex.shm_transport import Host
-from zapex.supervisor import child_setup
 from zapex.topology import make_role, totals_of
 
 _LONGEST_WAIT_S = 0.2  # also how soon a waiting role sees that it shall stop
@@ -85,10 +84,9 @@ def run_role(role: DutyCycle, waiter: Waiter, stop: Stop) -> None:
         stop.over()
 
 
-def main(text: str) -> None:
-    """Run one role until SIGTERM."""
+def main(text: str, incarnation: int) -> None:
+    """Run one role until SIGTERM; `zapex.birth` calls it once this is a supervised child."""
     order = Order(**json.loads(text))
-    incarnation = child_setup(order.name)
     # SIGTERM keeps its default action for now: a role that is still starting has nothing to save.
     from zapex.config import Config
     from zapex.environments import EnvironmentSpec
@@ -158,7 +156,3 @@ def busy_threads(run: Run) -> int:
         "evaluator": 0,  # now and then
     }
     return sum(threads.get(role, 1) for _, role in run.plan.roles)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -104,6 +104,7 @@ class Session:
             environment=spec.env_id,
             preset=config.run.preset,
             part=self._part_in_words(),
+            replay_url=self.run.place.url if self.run.place is not None else "",
             run_dir=self.run.run_dir,
             streams=config.streams if plan.part == "actor" else self.run.streams,
             greedy_stream=self.run.streams - 1,
@@ -334,7 +335,7 @@ class Session:
             fds = [fd for fd in (control_fd, experience_fd) if fd >= 0]
             yield ProcessSpec(
                 name=name,
-                argv=[sys.executable, "-m", "zapex.child", order.to_json()],
+                argv=[sys.executable, "-m", "zapex.birth", order.to_json()],
                 pass_fds=[*fds, *eventfds],
                 env=thread_environment(threads.get(role, 1)),
                 restart=True,

@@ -20,6 +20,7 @@ class RunFacts:
     Attributes:
         environment, preset: as the title says them.
         part: what this host has of a run on several, in words; "": all of it.
+        replay_url: where the replay of a run on several hosts is.
         cores: how many the run may use.
         streams: environment streams of all actors together.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
@@ -35,6 +36,7 @@ class RunFacts:
     environment: str
     preset: str = ""
     part: str = ""
+    replay_url: str = ""
     run_dir: Path | None = None
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     streams: int = 1

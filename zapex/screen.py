@@ -64,7 +64,9 @@ def _title(snapshot: Snapshot, width: int) -> list[Line]:
     right += [(clock(snapshot.wall_s), _STRONG), (limit + " ", _QUIET)]
     title = _spread(left, right, width)
     if snapshot.progress is None or snapshot.left_s is None:
-        end = "saves a checkpoint and ends it" if snapshot.learner else "ends this host's part"
+        learner = snapshot.role("learner")
+        saves = "saves a checkpoint and " if learner and not learner.elsewhere else ""
+        end = f"{saves}ends {'this host alone' if facts.part else 'it'}"
         return [title, [(f" runs until stopped: Ctrl-C {end}", _QUIET)]]
     note = f" {snapshot.progress:4.0%}  {clock(snapshot.left_s)} left "
     cells = max(0, width - len(note) - 1)

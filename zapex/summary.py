@@ -52,8 +52,8 @@ def summary(
             lines.append(_line("curve", str(curve)))
         if saved:
             lines.append(_command("watch", f"zapex eval {run} --episodes 5 --video game.mp4"))
-            command = "learner" if facts.part else "train"
-            lines.append(_command("go on", f"zapex {command} --resume {run}"))
+            on = f"learner --replay {facts.replay_url}" if facts.replay_url else "train"
+            lines.append(_command("go on", f"zapex {on} --resume {run}"))
         else:
             lines.append(_line("", "it ended before there was anything to save"))
         lines.append(_command("inspect", f"tensorboard --logdir {run}"))

@@ -1,11 +1,13 @@
 """A client's link to the replay: two connections, a hello a second, and what each answer is for.
 
-libzmq connects again by itself; a hello on a connection that the replay does not know is answered
-with `fresh`, and whatever was under way is then sent again by the faces (zmq_transport.py).
+libzmq connects again by itself, and is told to where hellos go unanswered. A hello on a connection
+that the replay does not know is answered with `fresh`, and whatever was under way is then sent
+again by the faces (zmq_transport.py).
 """
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -17,6 +19,7 @@ from zapex.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
 from zapex.zmq_socket import Security, connect, make_context, receive, send
 
 HELLO_S = 1.0
+SILENT_S = 5.0  # a host with more work than cores is not a dead one
 _RETRY_S = 0.05  # not connected yet
 _NEWS_S = 3.0  # silence for longer than this is told to the user
 _AT_MOST = 256
@@ -52,7 +55,7 @@ class ZmqLink:
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
         self.on_welcome: list[Callable[[Welcome, int], None]] = []
         self.on_bad: list[Callable[[], None]] = []  # an answer was lost, and which is unknown
-        self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent"), 0)
+        self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent", "renewed"), 0)
         self._hellos = [
             Hello(role, host, incarnation, channel, schema_hash, actors, dict(config))
             for channel in (SMALL, BULK)
@@ -64,6 +67,7 @@ class ZmqLink:
         self._sockets = [connect(self._context, url, security, largest) for _ in (SMALL, BULK)]
         self._welcomed = [False, False]
         self._hello_s = [-HELLO_S, -HELLO_S]
+        self._asked_s: list[float | None] = [None, None]  # the first hello without an answer
         self._heard_s = clock_s()
         self._problem = ""
         self._poller = zmq.Poller()
@@ -155,18 +159,34 @@ class ZmqLink:
             if now_s - said_s >= HELLO_S:
                 sent = self._send(channel, self._hellos[channel]) is not None
                 self._hello_s[channel] = now_s - (0 if sent else HELLO_S - _RETRY_S)
+                if sent and self._asked_s[channel] is None:
+                    self._asked_s[channel] = now_s
         done = 0
         for channel, socket in enumerate(self._sockets):
             while done < _AT_MOST:
                 parts = receive(socket)
                 if parts is None:
+                    self._renew_if_silent(channel)
                     break
                 done += 1
                 self._take(channel, parts)
         return done
 
+    def _renew_if_silent(self, channel: int) -> None:
+        """A connection over which no hello is answered may be open at this end alone: another."""
+        asked_s = self._asked_s[channel]
+        if asked_s is not None and self._clock_s() - asked_s > SILENT_S:
+            socket = self._sockets[channel]
+            with suppress(zmq.ZMQError):
+                socket.disconnect(self.url)
+            socket.connect(self.url)
+            self._asked_s[channel], self._welcomed[channel] = None, False
+            self._hello_s[channel] = -HELLO_S
+            self.counts["renewed"] += 1
+
     def _take(self, channel: int, parts: list[Any]) -> None:
         self.counts["messages"] += 1
+        self._asked_s[channel] = None
         self._heard_s = self._clock_s()
         try:
             message = messages.decode(parts, self.form)

@@ -8,6 +8,7 @@ the kernel received for it less those that were handed on here, and what was sen
 import ctypes
 import os
 import socket
+import stat
 import struct
 import threading
 from collections import deque
@@ -15,23 +16,27 @@ from contextlib import suppress
 from typing import Any
 
 _LOOK_S = 0.01
-_REST_S = 0.5  # nothing that could be hung up on: the memory is the process's own
-_ALARM, _CALM = 0.75, 0.4  # shares of the bound: act above the one, until below the other
+_REST_S = 0.05  # nothing could be hung up on: the memory is the process's own
+_ALARM, _CALM = 0.5, 0.25  # shares of the bound: act above the one, until below the other
 _STRIKES = 3.0  # messages that break the rules, before a peer is hung up on
 _RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
 _REMEMBERED = 4096
 
 
-def own_bytes() -> int:
-    """Resident memory of this process that is not shared."""
-    with open("/proc/self/statm", "rb") as file:
-        _, resident, shared, *_ = file.read().split()
+def own_bytes(statm: int | None = None) -> int:
+    """Resident memory of this process that is not shared; statm: /proc/self/statm, open already."""
+    if statm is None:
+        with open("/proc/self/statm", "rb") as file:
+            return own_bytes(file.fileno())
+    _, resident, shared, *_ = os.pread(statm, 256, 0).split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _connection(fd: int) -> socket.socket | None:
     """A second handle of a connected stream socket; None for anything else."""
     try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
         found = socket.socket(fileno=os.dup(fd))
     except OSError:
         return None
@@ -55,7 +60,9 @@ class Guard:
         self.hung_up = 0
         scheme, _, place = url.partition("://")
         self._address: int | str = int(place.rpartition(":")[2]) if scheme == "tcp" else place
-        self._base_bytes = own_bytes()
+        # Open for good: who takes all descriptors shall not blind us.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._base_bytes = own_bytes(self._statm)
         self._taken: dict[int, tuple[bytes, int]] = {}  # descriptor -> route, bytes handed on
         self._fds: dict[bytes, int] = {}
         self._strikes: dict[bytes, float] = {}
@@ -130,18 +137,26 @@ class Guard:
 
     def close(self) -> None:
         """Stop watching."""
-        self._stop.set()
-        self._thread.join(5)
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join(5)
+            os.close(self._statm)
 
     # What it sees.
 
     def _run(self) -> None:
-        rest_s = _LOOK_S
+        rest_s, before = _LOOK_S, 0
         while not self._stop.wait(rest_s):
-            rest_s = self._look() if self._used() > _ALARM * self.bound_bytes else _LOOK_S
+            rest_s = _LOOK_S
+            used = self._used()
+            # As it grew since the last look it may grow twice before the next one has an effect.
+            expected, before = used + 2 * max(0, used - before), used
+            if expected > _ALARM * self.bound_bytes:
+                with suppress(OSError):  # no descriptor is free: one will be
+                    rest_s = self._look()
 
     def _used(self) -> int:
-        return own_bytes() - self._base_bytes
+        return own_bytes(self._statm) - self._base_bytes
 
     def _look(self) -> float:
         """Hang up on those who hold most until what is left is little; how long to rest then."""

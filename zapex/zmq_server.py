@@ -293,7 +293,9 @@ class ZmqServer:
         fresh = old != route
         if fresh:
             if old is not None:
+                # The client has made another: of the old one only this end may be left.
                 self._routes.pop(old, None)
+                self._guard.hang_up(old)
             session.routes[hello.channel] = route
             self._routes[route] = session, hello.channel
         welcome = Welcome(

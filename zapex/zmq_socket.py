@@ -18,8 +18,6 @@ from zapex.message_header import MAX_PARTS
 
 _DOMAIN = b"zapex"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-HEARTBEAT_S = 1.0
-HEARTBEAT_TIMEOUT_S = 5.0  # a host with more work than cores is not a dead one
 _HANDSHAKE_S = 10.0
 _COPIED_BYTES = 1 << 16  # a smaller part is copied: sharing it with libzmq takes longer
 _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of it
@@ -28,16 +26,20 @@ _MALLOC = {-3: 32 << 20, -1: 64 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
-    zmq.HEARTBEAT_IVL: int(1000 * HEARTBEAT_S),
-    zmq.HEARTBEAT_TIMEOUT: int(1000 * HEARTBEAT_TIMEOUT_S),
-    zmq.HEARTBEAT_TTL: int(1000 * HEARTBEAT_TIMEOUT_S),
+    # libzmq's own heartbeats abort the process when a peer is lost whose messages wait to be read
+    # (docs/decisions/0010-heartbeats.md); ours is the hello, the kernel's is this:
+    zmq.HEARTBEAT_IVL: 0,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 10_000,
     zmq.HANDSHAKE_IVL: int(1000 * _HANDSHAKE_S),
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 2000,
     zmq.CONNECT_TIMEOUT: 5000,
     zmq.SNDHWM: _MESSAGES_PER_PEER,
     zmq.RCVHWM: _MESSAGES_PER_PEER,
-    zmq.TCP_KEEPALIVE: 1,
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.stress.replay_restart [--transitions 2000000] [--kills 10] [--json FILE]
 
-The server is the real one, a supervised `python -m zapex.child`; this process owns the memory, has
+The server is the real one, a supervised `python -m zapex.birth`; this process owns the memory, has
 filled it through the actors' own end, and asks for batches as a learner does. Its clock starts at
 the SIGKILL, so that the restart's delay, the interpreter, the kernels and the attaching are in it.
 After every life each live transition must still be there, and no batch may hold a row that was
@@ -113,7 +113,7 @@ class Memory:
             eventfds=self.eventfds, base={}, started_ns=time.perf_counter_ns(),
         )  # fmt: skip
         return ProcessSpec(
-            name="replay", argv=[sys.executable, "-m", "zapex.child", order.to_json()],
+            name="replay", argv=[sys.executable, "-m", "zapex.birth", order.to_json()],
             log_path=self.run.run_dir / "replay.log", pass_fds=fds, env=thread_environment(1),
             restart=True,
         )  # fmt: skip

@@ -8,9 +8,10 @@ while True:
     publish(learner.flat_parameters())
 """
 
+import contextlib
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_MMAPS = 1 << 16  # glibc's own default
 
 
 class DQN:
@@ -177,10 +179,29 @@ def _prepare_this_thread() -> None:
     torch.set_flush_denormal(True)
     # Activations of tens of MB are made and freed in each batch; by default glibc gives them back
     # to the system every time, and a sixth of the time goes into getting them again.
+    _mallopt(_M_MMAP_MAX, 0)
+    _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _mallopt(parameter: int, value: int) -> None:
+    """Where the C library is glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(parameter, value)
+
+
+@contextlib.contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Large blocks that are allocated in here come from the system, and go back to it whole.
+
+    The heap keeps everything once a DQN is made on a CPU. A checkpoint's copies would now and then
+    find no hole in it that is large enough, and a run of days would grow.
+    """
+    _mallopt(_M_MMAP_MAX, _MMAPS)
+    try:
+        yield
+    finally:
+        _mallopt(_M_MMAP_MAX, 0)
 
 
 def _optimiser(

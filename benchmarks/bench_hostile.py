@@ -1,0 +1,274 @@
+"""A run among peers that mean harm: what is left of its throughput, and of its memory's bound.
+
+    floods   1,000 connections of random bytes at 100 MB/s in all, and whole ZeroMQ messages that
+             are none of ours: rounds with and without, in turns, in one run
+    memory   relays that push without credit, messages that never end, learners that read nothing
+             and half-open connections, all at once beside an honest run, for --minutes
+
+The run is a replay server in a process of its own and honest clients in another: pushes of 800
+Atari transitions, batches of 512 and their priorities. It is paced (--rate rounds a second, as a
+run is whose actors and learner have work of their own) or as fast as it goes (--rate 0).
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._harness import add_json, arguments, goal
+from benchmarks.transport_rig import NetworkClient, Server, Setting, atari
+from tests import hostile_peers
+from zapex import messages as m
+from zapex.batch import aligned_zeros
+from zapex.metrics import RoleMetrics
+from zapex.roster import Roster
+from zapex.shm_mailbox import Mailbox
+from zapex.zmq_guard import own_bytes
+from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.zmq_server import ZmqServer
+from zapex.zmq_socket import Security
+
+MIB = 1 << 20
+(_PORT, _BASE, _OWN, _PEAK, _HUNG_UP, _BAD, _UNKNOWN, _FORBIDDEN, _MESSAGES, _EARLY, _UNCREDITED,
+ _ROUNDS, _CHUNKS, _CPU_MS, _GARBAGE, _RECONNECTS) = range(16)  # fmt: skip
+
+
+def fork(work: Callable[[], object], nice: int = 0) -> int:
+    """A child that does `work` once and ends; it dies with us."""
+    pid = os.fork()
+    if pid:
+        return pid
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.nice(nice)
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def serve(setting: Setting, words: np.ndarray, bound_bytes: int) -> None:
+    """The replay server's process."""
+    layout = setting.layout
+    experience = aligned_zeros(layout.nbytes)
+    experience[:] = 0  # populated
+    store = Server.replay(setting, experience).store
+    roster = Roster(
+        aligned_zeros(Roster.required_bytes(setting.actors)), setting.actors, store.header_rows
+    )
+    mailbox = Mailbox(
+        aligned_zeros(Mailbox.required_bytes(setting.parameter_bytes)), setting.parameter_bytes,
+        create=True,
+    )  # fmt: skip
+    mailbox.publish(1, np.ones(setting.parameter_bytes, np.uint8))
+    server = ZmqServer(
+        "tcp://127.0.0.1:0", setting.form, {}, roster, Security(), incarnation=time.time_ns(),
+        params_version=lambda: mailbox.version, memory_bytes=bound_bytes,
+    )  # fmt: skip
+    words[_BASE] = own_bytes()
+    source, sink = ZmqExperienceSource(server, store), ZmqSampleSink(server, store)
+    parameters = ZmqParameters(server, mailbox)
+    metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "replay", create=True)
+    role = Server(setting, source, sink, experience, metrics).role
+    words[_PORT] = int(server.url.rpartition(":")[2])
+    version, bumped_s = 1, time.monotonic()
+    while True:
+        if not role.do_work():
+            server.wait(role.ready, 0.005)
+        counts = server.counts
+        words[_BAD], words[_UNKNOWN] = counts["bad"], counts["unknown"]
+        words[_FORBIDDEN], words[_MESSAGES] = counts["forbidden"], counts["messages"]
+        words[_EARLY], words[_UNCREDITED] = source.counts["early"], source.counts["uncredited"]
+        words[_HUNG_UP], words[_CHUNKS] = server.hung_up, source.counts["chunks"]
+        words[_CPU_MS] = int(1000 * time.process_time())
+        if time.monotonic() - bumped_s > 1.0:  # a learner publishes once a second
+            version, bumped_s = version + 1, time.monotonic()
+            mailbox.publish(version, np.full(setting.parameter_bytes, version % 256, np.uint8))
+            parameters.do_work()
+
+
+def honest(setting: Setting, words: np.ndarray, rate: float) -> None:
+    """A relay and a learner that keep to the rules: a push, a batch and its priorities a round."""
+    url = f"tcp://127.0.0.1:{words[_PORT]}"
+    client = NetworkClient(setting, url, {"relay": Security(), "learner": Security()}, 0)
+    due_s = time.monotonic()
+    while True:
+        client.push()
+        client.sample()
+        client.update()
+        words[_ROUNDS] += 1
+        words[_RECONNECTS] = client.relay.counts["connections"] - 2
+        due_s = max(due_s + (1 / rate if rate else 0), time.monotonic() - 1)
+        time.sleep(max(0.0, due_s - time.monotonic()))
+
+
+def attack(behaviour: str, setting: Setting, words: np.ndarray, **more: Any) -> int:
+    """A hostile peer's process, until it is killed."""
+    hash_, number = setting.schema.hash, 1000 + len(behaviour)
+
+    def work() -> None:
+        def hello(role: str, channel: int) -> m.Hello:
+            return m.Hello(role, number + os.getpid(), 1, channel, hash_, 1, {})
+
+        url = f"tcp://127.0.0.1:{words[_PORT]}"
+        hostile_peers.run(behaviour, url, 1e9, setting.form, hello, **more)
+
+    return fork(work, nice=19)
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+class Run:
+    """The honest run's two processes."""
+
+    def __init__(self, setting: Setting, bound_bytes: int, rate: float) -> None:
+        self.words = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
+        words = self.words
+        self.server = fork(lambda: serve(setting, words, bound_bytes))
+        deadline = time.monotonic() + 100
+        while not words[_PORT]:
+            assert time.monotonic() < deadline, "no server"
+            time.sleep(0.05)
+        self.pids = [self.server, fork(lambda: honest(setting, words, rate))]
+        while words[_ROUNDS] < 3:
+            assert time.monotonic() < deadline, "no rounds"
+            time.sleep(0.05)
+
+    def own_bytes(self) -> int:
+        """Memory of the server that is not shared, now."""
+        with open(f"/proc/{self.server}/statm", "rb") as file:
+            _, resident, shared, *_ = file.read().split()
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+    def rounds_per_s(self, seconds: float) -> float:
+        """Over so long."""
+        before, start = int(self.words[_ROUNDS]), time.monotonic()
+        time.sleep(seconds)
+        return float((self.words[_ROUNDS] - before) / (time.monotonic() - start))
+
+
+def floods(setting: Setting, rate: float, behaviour: str, window_s: float, rounds: int,
+           **more: Any) -> dict[str, Any]:  # fmt: skip
+    """Rounds a second with and without a flood, in turns."""
+    run = Run(setting, 1 << 30, rate)
+    quiet, flooded, cpu = [], [], []
+    try:
+        for _ in range(rounds):
+            before = int(run.words[_CPU_MS])
+            quiet.append(run.rounds_per_s(window_s))
+            used = int(run.words[_CPU_MS]) - before
+            flood = attack(behaviour, setting, run.words, **more)
+            time.sleep(1.0)
+            before = int(run.words[_CPU_MS])
+            flooded.append(run.rounds_per_s(window_s))
+            cpu.append((int(run.words[_CPU_MS]) - before - used) / window_s / 1000)
+            end([flood])
+        words = run.words
+        own = {name: int(words[at]) for name, at in
+               (("bad", _BAD), ("before_hello", _UNKNOWN), ("hung_up", _HUNG_UP))}  # fmt: skip
+        reconnects = int(words[_RECONNECTS])
+    finally:
+        end(run.pids)
+    ratios = [f / q for f, q in zip(flooded, quiet, strict=True)]
+    return {
+        "rate_asked": rate,
+        "rounds_per_s_quiet": round(float(np.median(quiet)), 3),
+        "rounds_per_s_flooded": round(float(np.median(flooded)), 3),
+        "share_kept": round(float(np.median(ratios)), 3),
+        "shares": [round(r, 3) for r in ratios],
+        "cores_the_server_spends_more": round(float(np.median(cpu)), 3),
+        "messages": own,
+        "honest_reconnects": reconnects,
+        "flooded_s": window_s * rounds,
+        **more,
+    }
+
+
+def overload(setting: Setting, bound_bytes: int, rate: float, seconds: float) -> dict[str, Any]:
+    """Memory of the server among all that mean harm at once."""
+    run = Run(setting, bound_bytes, rate)
+    attackers = [
+        attack(behaviour, setting, run.words)
+        for behaviour in ("pushes", "pushes", "deaf", "endless", "half-open", "noise")
+    ]
+    words, peak, samples = run.words, 0, 0
+    start, rounds = time.monotonic(), int(words[_ROUNDS])
+    try:
+        while time.monotonic() < start + seconds:
+            peak = max(peak, run.own_bytes())
+            samples += 1
+            time.sleep(0.005)
+        took = time.monotonic() - start
+        done = int(words[_ROUNDS]) - rounds
+        alive = [pid for pid in (*run.pids, *attackers) if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    finally:
+        end([*attackers, *run.pids])
+    chunks = done * len(setting.rows)
+    names = {"messages": _MESSAGES, "chunks_taken": _CHUNKS, "bad": _BAD, "before_hello": _UNKNOWN,
+             "out_of_order": _EARLY, "without_credit": _UNCREDITED, "forbidden": _FORBIDDEN,
+             "hung_up": _HUNG_UP, "honest_reconnects": _RECONNECTS}  # fmt: skip
+    counts = {name: int(words[at]) for name, at in names.items()}
+    honest_messages = max(1, chunks)
+    return {
+        "seconds": round(took, 1),
+        "bound_mib": bound_bytes // MIB,
+        "peak_mib": round((peak - int(words[_BASE])) / MIB, 1),
+        "share_of_bound": round((peak - int(words[_BASE])) / bound_bytes, 3),
+        "looks": samples,
+        "counts": counts,
+        "overload": round(counts["messages"] / honest_messages, 1),
+        "honest_rounds_per_s": round(done / took, 3),
+        "processes_alive_at_the_end": len(alive),
+        "processes": 2 + len(attackers),
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", choices=("floods", "memory"))
+    parser.add_argument("--minutes", type=float, default=10.0, help="of overload")
+    parser.add_argument("--bound", type=int, default=512, help="MiB of --network-memory")
+    parser.add_argument("--rate", type=float, default=2.0, help="rounds a second; 0: as they go")
+    chosen = parser.parse_args()
+    setting = atari(actors=4, capacity=10_000)
+    out: Path | None = chosen.json
+    window_s, rounds, minutes = (3.0, 1, 0.2) if chosen.quick else (20.0, 3, chosen.minutes)
+    if chosen.only != "memory":
+        kinds: dict[str, dict[str, Any]] = {
+            "garbage": {"connections": 1000, "bytes_per_s": 100e6}, "noise": {},
+        }  # fmt: skip
+        for behaviour, more in kinds.items():
+            for rate in (chosen.rate, 0.0):
+                result = floods(setting, rate, behaviour, window_s, rounds, **more)
+                name = f"flood_{behaviour}_{'paced' if rate else 'saturated'}"
+                print(name, result)
+                print(goal("share of the run's throughput kept", result["share_kept"], 0.8,
+                           least=True))  # fmt: skip
+                if out:
+                    add_json(out, "hostile", name, result)
+    if chosen.only != "floods":
+        result = overload(setting, chosen.bound * MIB, chosen.rate, 60 * minutes)
+        print("memory", result)
+        print(goal("memory's share of its bound", result["share_of_bound"], 1.05))
+        if out:
+            add_json(out, "hostile", "memory_under_overload", result)
+
+
+if __name__ == "__main__":
+    main()
