@@ -7,6 +7,8 @@
              bytes as a bare ZeroMQ message, over a bare socket, and copied by memcpy
     sizes    the same operations on messages of 64 B to 64 MiB
     actors   1 to 8 clients that push at once, then pull
+    paced    an actor's host that pushes 500 transitions a second and a learner that takes 180 ms
+             (or 20) for each batch: what share of its time each role spends on communication
 
 Server and clients are processes of their own; as root they live in two network namespaces over a
 veth pair that this benchmark makes and removes, otherwise on loopback. transport_rig.py says what
@@ -24,10 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import transport_redis, transport_roofs
+from benchmarks import transport_paced, transport_redis, transport_roofs
 from benchmarks import transport_rig as rig
+from benchmarks import transport_server as served
 from benchmarks._harness import arguments, goal, write_json
 from benchmarks._namespaces import Places, Process
+from zapex.metrics import RoleMetrics
+from zapex.shm_segment import Segment
 
 SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]
 ACTORS = [1, 2, 4, 8]
@@ -35,6 +40,9 @@ NETWORK = ("ipc", "tcp", "tcp+curve")
 WHAT = ("push", "pull", "sample")
 ROUNDS = 3
 REDIS_PUSH_RATIO, REDIS_PULL_RATIO, BARE_PUSH, BARE_SAMPLE = 1 / 15, 1 / 5, 1.3, 0.8
+
+WAIT, SHARE = 0.05, 0.05
+STEPS_MS = [180, 20]  # a learner of that net on one core; as if it had a GPU
 
 Result = dict[str, Any]
 _FORK = multiprocessing.get_context("fork")
@@ -61,25 +69,25 @@ class Cells:
             for process in [serving, *running]:
                 process.kill()
 
-    def zapex(self, kind: str, setting: rig.Setting) -> Result:
+    def zapex(self, kind: str, setting: served.Setting) -> Result:
         """Every operation of one client."""
         seconds = self._seconds
         if kind == "shm":
-            host = rig.make_host(setting)
+            host = served.make_host(setting)
             return self._with_server(
-                lambda: rig.serve_shm(setting, host),
+                lambda: served.serve_shm(setting, host),
                 lambda: rig.measure_shm(rig.ShmClient(setting, host, 0), setting, seconds),
             )[0]
         url, security = self._url(kind), self._security(kind)
         return self._with_server(
-            lambda: rig.serve_network(setting, url, security["replay"]),
+            lambda: served.serve_network(setting, url, security["replay"]),
             lambda: rig.measure_network(
                 rig.NetworkClient(setting, url, security, 0), setting, seconds
             ),
         )[0]
 
     def _security(self, kind: str) -> dict[str, Any]:
-        return rig.securities(self._places.path("keys") if kind == "tcp+curve" else None)
+        return served.securities(self._places.path("keys") if kind == "tcp+curve" else None)
 
     def bare_zmq(self, kind: str, sizes: list[int]) -> list[Result]:
         """The same bytes as one bare message."""
@@ -109,12 +117,26 @@ class Cells:
         """Redis with the paper's messages, of each of several actors at once."""
         address, port = self._places.address, self._places.port()
         client = lambda: transport_redis.client(  # noqa: E731
-            address, port, self._seconds, rig.PARAMETER_BYTES
+            address, port, self._seconds, served.PARAMETER_BYTES
         )
         directory = str(self._places.path("."))
         return self._with_server(
             lambda: transport_redis.server(address, port, directory), *[client] * actors
         )
+
+    def paced(self, kind: str, step_s: float, seconds: float) -> Result:
+        """Roles' shares of time beside a learner that takes `step_s` for a batch."""
+        setting, url, security = served.atari(2), self._url(kind), self._security(kind)
+        words = Segment.create("bench-metrics", RoleMetrics.required_bytes()).buffer
+        learned = Segment.create("bench-learned", 4096).buffer[:8].view(np.int64)
+        learner, actor = self._with_server(
+            lambda: served.serve_network(setting, url, security["replay"], words),
+            lambda: transport_paced.learner(
+                setting, url, security, step_s, seconds, words, learned
+            ),
+            lambda: transport_paced.actor(setting, url, security, seconds, learned),
+        )
+        return {**learner, **actor}
 
     def crowd(self, kind: str, actors: int) -> Result:
         """Several relays at once: all push, then all pull."""
@@ -127,7 +149,7 @@ class Cells:
                 "push_bytes": transport_redis.PAIRS_BYTES,
                 "pull_us": _mean([one["get_us"]["p50"] for one in found]),
             }
-        setting = rig.atari(actors, 16_000 + 4_000 * actors)
+        setting = served.atari(actors, 16_000 + 4_000 * actors)
         url, security, barrier = self._url(kind), self._security(kind), _FORK.Barrier(actors)
 
         def client(number: int) -> Result:
@@ -146,7 +168,7 @@ class Cells:
             }  # fmt: skip
 
         found = self._with_server(
-            lambda: rig.serve_network(setting, url, security["replay"]),
+            lambda: served.serve_network(setting, url, security["replay"]),
             *[lambda n=n: client(n) for n in range(actors)],
         )
         joined = {key: _mean([one[key] for one in found]) for key in ("push_us", "pull_us")}
@@ -183,7 +205,7 @@ def interleaved(cells: dict[str, Callable[[], Any]], rounds: int, say: bool) -> 
 
 def measure_rows(cells: Cells, rounds: int, with_redis: bool) -> Result:
     """The Atari messages over everything."""
-    setting = rig.atari()
+    setting = served.atari()
     first = cells.zapex("tcp", setting)  # how many bytes there really are
     sizes = [int(first[f"{what}_bytes"]) for what in WHAT]
     todo: dict[str, Callable[[], Any]] = {
@@ -199,7 +221,7 @@ def measure_rows(cells: Cells, rounds: int, with_redis: bool) -> Result:
 def measure_sizes(cells: Cells, sizes: list[int]) -> Result:
     """Every operation on messages of each size, and the roofs."""
     todo: dict[str, Callable[[], Any]] = {
-        f"zapex {kind} {size}": lambda kind=kind, size=size: cells.zapex(kind, rig.of_size(size))
+        f"zapex {kind} {size}": lambda kind=kind, size=size: cells.zapex(kind, served.of_size(size))
         for kind in ("shm", *NETWORK)
         for size in sizes
     }
@@ -217,7 +239,19 @@ def measure_actors(cells: Cells, counts: list[int], with_redis: bool) -> Result:
     return interleaved(todo, 1, say=True)
 
 
-def goals(rows: Result) -> list[str]:
+def measure_paced(cells: Cells, rounds: int, seconds: float) -> Result:
+    """Shares of time of each role while a learner takes its time over each batch."""
+    todo = {
+        f"{kind} {step_ms} ms": lambda kind=kind, step_ms=step_ms: cells.paced(
+            kind, step_ms / 1000, seconds
+        )
+        for kind in ("tcp", "tcp+curve")
+        for step_ms in STEPS_MS
+    }
+    return interleaved(todo, rounds, say=True)
+
+
+def goals(rows: Result, paced: Result) -> list[str]:
     """Each row of the issue beside what was measured."""
     lines = []
     for kind in ("tcp", "tcp+curve"):
@@ -236,10 +270,18 @@ def goals(rows: Result) -> list[str]:
                 what = f"pull of 13.17 MB / Redis's GET ({by})"
                 lines.append(goal(what, ratio, REDIS_PULL_RATIO))
         speed = ours["sample_mb_per_s"] / bare[2]["pull_mb_per_s"]
-        what = "sample(512), four under way / bare messages of its bytes, four under way"
+        what = "sample(512), two under way / bare messages of its bytes, two under way"
         lines.append(goal(what, speed, BARE_SAMPLE, least=True))
         speed = bare[2]["pull_us"]["p50"] / ours["sample_us"]["p50"]
         lines.append(goal("... one at a time", speed, BARE_SAMPLE, least=True))
+        for step_ms in STEPS_MS:
+            found = paced[f"{kind} {step_ms} ms"]
+            load = f"at {step_ms} ms a step ({found['load']:.0%} of all cores busy)"
+            if step_ms == STEPS_MS[0]:
+                lines.append(goal(f"the learner waits, {load}", found["learner_wait"], WAIT))
+            for role in ("actor", "replay", "learner"):
+                what = f"{role}'s communication, {load}"
+                lines.append(goal(what, found[f"{role}_communication"], SHARE))
     return lines
 
 
@@ -272,10 +314,14 @@ def show(results: Result) -> None:
         redis = rows["redis"]
         table.add_row(
             "Redis", _time(redis["rpush_us"]["p50"], transport_redis.PAIRS_BYTES),
-            _time(redis["get_us"]["p50"], rig.PARAMETER_BYTES), "", "",
+            _time(redis["get_us"]["p50"], served.PARAMETER_BYTES), "", "",
         )  # fmt: skip
         table.add_row(
-            "Redis, by hand", "", _time(redis["get_by_hand_us"]["p50"], rig.PARAMETER_BYTES), "", ""
+            "Redis, by hand",
+            "",
+            _time(redis["get_by_hand_us"]["p50"], served.PARAMETER_BYTES),
+            "",
+            "",
         )
     console.print(table)
     sizes = results["sizes"]
@@ -355,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(main.__doc__ or "")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency by size (PNG)")
     options = parser.parse_args(argv)
-    rig.warm()
+    served.warm()
     missing = transport_redis.missing()
     if missing:
         print(f"without Redis: {missing}")
@@ -367,9 +413,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": measure_rows(cells, rounds, not missing),
             "sizes": measure_sizes(cells, SIZES[:4] if options.quick else SIZES),
             "actors": measure_actors(cells, ACTORS[:2] if options.quick else ACTORS, not missing),
+            "paced": measure_paced(cells, rounds, 2.0 if options.quick else 5.0),
         }
     show(results)
-    print("\n".join(goals(results["rows"])))
+    print("\n".join(goals(results["rows"], results["paced"])))
     if options.json:
         write_json(options.json, "transport", results, rounds=rounds, quick=options.quick,
                    place=places.kind)  # fmt: skip

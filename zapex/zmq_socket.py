@@ -22,7 +22,7 @@ _HANDSHAKE_S = 10.0
 _COPIED_BYTES = 1 << 16  # a smaller part is copied: sharing it with libzmq takes longer
 _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of it
 # M_MMAP_THRESHOLD (its largest value), M_TRIM_THRESHOLD, M_ARENA_MAX: of malloc.h, mallopt(3)
-_MALLOC = {-3: 32 << 20, -1: 64 << 20, -8: 1}
+_MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
