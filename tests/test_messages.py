@@ -71,6 +71,8 @@ def examples() -> dict[str, object]:
         "stats": m.Stats(3, 1_000, as_part(bytes(16)), as_part(b"episode.")),
         "bye": m.Bye(),
         "error": m.Error(m.Fault.FENCED, "a newer one is there"),
+        "call": m.Call(8, 1, rows=2, keys=keys, priorities=np.array([0.5, -2.0])),
+        "reply": m.Reply(8, 2, 3, 4, as_part(b"too few transitions")),
     }
 
 

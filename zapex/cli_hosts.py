@@ -46,11 +46,58 @@ class _JoinOptions:
     """Do without keys, on a network where everybody may read and change everything."""
 
 
+@dataclass(frozen=True)
+class _LibraryOptions:
+    """Without an environment: what to keep, and where to serve it."""
+
+    schema: str
+    """File of the schema, JSON: `zapex.Schema.to_json()` writes it. Clients: zapex.connect(URL)."""
+    listen: str = DEFAULT_URL
+    """Address to serve at: tcp://ADDRESS:PORT or ipc:///PATH. Any but loopback needs --keys."""
+    capacity: int = 1_000_000
+    """Transitions."""
+    alpha: float = 0.6
+    """How much priorities matter."""
+    eps: float = 1e-6
+    """Added to each |priority|."""
+    seed: int = 0
+    writers: int = 16
+    """Writers that may be there at a time, over all clients; one that extends counts as one."""
+    min_size_to_sample: int = 1
+    """No batch before there are so many transitions."""
+    samples_per_insert: float = 0.0
+    """Transitions drawn for each that comes in; 0: as many as are wanted."""
+    tolerance: int = 0
+    """How many samples either side may be ahead; 0: chosen."""
+    timeout_s: float = 5.0
+    """How long a batch may wait for samples per insert."""
+    keys: str = ""
+    """Directory of `zapex keygen` with replay.key and public.json; clients have client.key."""
+    insecure_network: bool = False
+    """Do without keys, on a network where everybody may read and change everything."""
+
+
+def _library(args: list[str]) -> int:
+    """The replay as a library, for any client."""
+    what = "Serve a replay without an environment: zapex.connect(URL, schema=FILE) is its client."
+    options = parse(_LibraryOptions, _LibraryOptions(""), args, "replay", what)
+    from zapex.served_library import LibraryConfig, serve_library
+
+    try:
+        schema = Path(options.schema).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--schema {options.schema} cannot be read: {error}") from None
+    return serve_library(LibraryConfig(**{**vars(options), "schema": schema}))
+
+
 def replay(args: list[str]) -> int:
     """The replay's host."""
+    if value_of("schema", args) is not None:
+        return _library(args)
     what = (
         "Keep a run's experience and serve it to actors and a learner on other hosts. --actors is "
-        "how many actors all hosts may have together."
+        "how many actors all hosts may have together. With --schema FILE: the replay alone, as a "
+        "library for any client, without an environment (zapex replay --schema FILE --help)."
     )
     _refuse_resume(args, "replay")
     run = resolve(args, "replay", what, _ReplayOptions)
@@ -150,6 +197,7 @@ def keygen(args: list[str]) -> int:
         (curve_keys.SERVER, "zapex replay"),
         ("relay", "zapex actor"),
         ("learner", "zapex learner"),
+        ("client", "zapex.connect (of zapex replay --schema)"),
     ):
         print(f"{command} needs {role}.key and public.json: copy no more to its host")
     return 0

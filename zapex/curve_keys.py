@@ -16,7 +16,7 @@ from pathlib import Path
 from zapex.errors import ConfigError
 
 SERVER = "replay"
-CLIENTS = ("relay", "learner", "reader")
+CLIENTS = ("relay", "learner", "reader", "client")
 _PUBLIC = "public.json"
 _KEY_CHARACTERS = 40  # 32 bytes as Z85
 _MOST_BYTES = 1 << 14  # of a file

@@ -90,3 +90,10 @@ class RunOver(PeerError):
 
 class CheckpointError(ZapexError):
     """A checkpoint is missing, damaged or of another schema."""
+
+
+TELLABLE: tuple[type[ZapexError], ...] = (
+    ReplayError, NotEnoughData, InvalidIndex, InvalidPriority, ConfigError, SchemaError,
+    SharedMemoryError, CheckpointError, PeerError,
+)  # fmt: skip
+"""What a replay's answer to another process can say; by its place here, so only ever add."""

@@ -229,7 +229,8 @@ class BatchMessage:
     def read(cls, message: Message, form: Form | None) -> "BatchMessage":
         """Checked: lengths, and that no row refers to a frame that did not come."""
         form = formed(message, form)
-        if message.rows != form.batch_size:
+        least = 1 if form.any_rows else form.batch_size
+        if not least <= message.rows <= form.batch_size:
             raise BadMessage(f"a batch has {form.batch_size} rows, got {message.rows}")
         if message.frames > 2 * message.rows * form.schema.stack:
             raise BadMessage(f"{message.frames} frames are more than {message.rows} rows can need")

@@ -20,18 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.errors import (
-    CheckpointError,
-    ConfigError,
-    InvalidIndex,
-    InvalidPriority,
-    NotEnoughData,
-    PeerError,
-    ReplayError,
-    SchemaError,
-    SharedMemoryError,
-    ZapexError,
-)
+from zapex.errors import ConfigError
 from zapex.replay_core import ReplayLayout
 from zapex.schema import Schema, align
 from zapex.shm_ring import ShmRing
@@ -44,14 +33,9 @@ TEXT_BYTES = 4096
 REQUEST = np.dtype([("kind", np.int64), ("rows", np.int64), ("option", np.int64)])
 """rows: a number of rows or streams, or a slot. option: of SAMPLE, 2 * method + (by memory)."""
 ANSWER = np.dtype([("error", np.int64), ("a", np.int64), ("b", np.int64), ("x", np.float64)])
-"""error: 0, or 1 + its place in ERRORS; a, b, x: what the request says."""
+"""error: 0, or 1 + its place in TELLABLE; a, b, x: what the request says."""
 COMMIT = np.dtype([("index", np.int64), ("magnitude", np.float64)])
 """A row (slot * chunk + offset) and its |priority|, -1 for none; or a full slot as -1 - slot."""
-
-ERRORS: tuple[type[ZapexError], ...] = (
-    ReplayError, NotEnoughData, InvalidIndex, InvalidPriority, ConfigError, SchemaError,
-    SharedMemoryError, CheckpointError, PeerError,
-)  # fmt: skip
 
 _RINGS = {"requests": (2, REQUEST), "answers": (2, ANSWER), "commits": (4096, COMMIT)}
 MANY_COMMITS = 1024  # wake the owner

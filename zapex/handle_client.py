@@ -21,7 +21,14 @@ from zapex import handle
 from zapex.arguments import FLOAT64, INT64, column
 from zapex.batch import Batch
 from zapex.chunk_store import NO_KEY, OFFSET_BITS, SLOT_BITS, ChunkStore
-from zapex.errors import ConfigError, InvalidPriority, PeerDied, PeerTimeout, ReplayError
+from zapex.errors import (
+    TELLABLE,
+    ConfigError,
+    InvalidPriority,
+    PeerDied,
+    PeerTimeout,
+    ReplayError,
+)
 from zapex.handle import Handle, LinkMemory
 from zapex.idle import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay_core import Method
@@ -111,7 +118,7 @@ class HandleLink:
         sequence, _ = self._answers.poll(1)
         answer: np.void = ring.records[sequence & (ring.capacity - 1)].copy()
         if answer["error"]:
-            error, words = handle.ERRORS[int(answer["error"]) - 1], self.at.text
+            error, words = TELLABLE[int(answer["error"]) - 1], self.at.text
             self.release()
             raise error(words)
         return answer
@@ -229,6 +236,9 @@ class HandleLink:
         """Open slots without a row."""
         for slot in slots.tolist():
             self.ask(handle.GIVE_BACK, slot)
+
+    def settle(self) -> None:
+        """What was told is seen by whoever asks for it."""
 
 
 class HandleClient(ReplayFace):

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex import handle
-from zapex.errors import NotEnoughData, PeerError, ReplayError, ZapexError
-from zapex.handle import ERRORS, Handle, LinkMemory
+from zapex.errors import TELLABLE, NotEnoughData, PeerError, ReplayError, ZapexError
+from zapex.handle import Handle, LinkMemory
 from zapex.idle import MAX_SLEEP_S, Waiter, Waker
 from zapex.jit import kernel
 from zapex.replay_core import Method
@@ -327,8 +327,8 @@ class HandleServer:
                 return
             answer["a"], answer["b"], answer["x"] = values
         except ZapexError as error:
-            known = type(error) if type(error) in ERRORS else PeerError
-            answer["error"] = 1 + ERRORS.index(known)
+            known = type(error) if type(error) in TELLABLE else PeerError
+            answer["error"] = 1 + TELLABLE.index(known)
             link.memory.text = str(error)
         link.asked_s = 0.0
         link.requests.release(1)

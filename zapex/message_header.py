@@ -52,6 +52,8 @@ class Kind(IntEnum):
     STATS = 13
     BYE = 14
     ERROR = 15
+    CALL = 16
+    REPLY = 17
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Form:
     """What both ends know beforehand, each from its own config.
 
     parameter_bytes: of one version of the parameters. metrics_bytes, episode_bytes: of a role's
-    metrics block and of one finished episode.
+    metrics block and of one finished episode. any_rows: a library's clients choose the sizes of
+    their batches, up to batch_size.
     """
 
     layout: ChunkLayout
@@ -67,6 +70,7 @@ class Form:
     parameter_bytes: int
     metrics_bytes: int = 0
     episode_bytes: int = 1
+    any_rows: bool = False
 
     @property
     def schema(self) -> Schema:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from zapex.errors import BadMessage
 from zapex.experience_messages import BatchMessage, Push
+from zapex.library_messages import Call, Reply
 from zapex.message_header import (
     MAX_ACTORS,
     MAX_COUNT,
@@ -36,7 +37,7 @@ MAX_CONFIG_BYTES = 1 << 16
 MAX_CONFIG_ITEMS, MAX_CONFIG_TABLES = 4096, 256
 MAX_TEXT_BYTES = 1 << 12
 MAX_EPISODES = 1024  # in one message
-ROLES = ("relay", "learner", "reader")
+ROLES = ("relay", "learner", "reader", "client")
 SMALL, BULK = 0, 1  # the two connections of a client
 LEARNER, REPLAY = -1, -2  # whose statistics, where they are no actor's
 
@@ -390,7 +391,7 @@ def _printable(part: Part) -> str:
 
 _MESSAGES: tuple[Any, ...] = (
     Hello, Welcome, Push, Ack, Sample, BatchMessage, Update, UpdateAck, Pull, Params, Publish,
-    PublishAck, Stats, Bye, Error,
+    PublishAck, Stats, Bye, Error, Call, Reply,
 )  # fmt: skip
 _READERS: dict[Kind, Callable[[Message, Form | None], Any]] = {m.kind: m.read for m in _MESSAGES}
 

@@ -171,6 +171,9 @@ class PrioritizedReplay(ReplayCore, ReplayFace):
         if not self._changed.wait_for(ready, self.timeout_s):
             raise error(f"after {self.timeout_s:g} s: {self._limiter.explain()}")
 
+    def settle(self) -> None:
+        """What was closed is there for everybody already."""
+
     # Out: batches.
 
     def can_sample(self, batch_size: int) -> bool:
@@ -201,7 +204,7 @@ class PrioritizedReplay(ReplayCore, ReplayFace):
             limiter = self._limiter
             if limiter is not None:
                 self._wait_until(lambda: limiter.can_sample(batch_size), NotEnoughData)
-            self._demand(max(self.min_size_to_sample, batch_size))
+            self.demand(max(self.min_size_to_sample, batch_size))
             self._fill(batch, method, beta, normalise)
             self._count_sampled(batch_size)
         return batch
@@ -226,13 +229,8 @@ class PrioritizedReplay(ReplayCore, ReplayFace):
         The last is of the memory where asked for, else 0. Slots of these keys that are evicted from
         now on wait in quarantine until `released()` counts this answer. Raises NotEnoughData.
         """
-        self._demand(max(self.min_size_to_sample, batch_size))
-        before = self.rng.bit_generator.state
-        try:
-            indices, probabilities = self.tree.sample(batch_size, self.rng, method)
-        except NotEnoughData:
-            self.rng.bit_generator.state = before
-            raise
+        self.demand(max(self.min_size_to_sample, batch_size))
+        indices, probabilities = self.draw_indices(batch_size, method)
         self._count_sampled(batch_size)
         self.issued += 1
         smallest = self.tree.min_positive / self.tree.total if by_memory else 0.0

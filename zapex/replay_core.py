@@ -231,8 +231,8 @@ class ReplayCore:
     def draw(self, batch_size: int, method: Method = "stratified") -> Draw:
         """Sample keys by priority. Raises NotEnoughData before `min_size_to_sample`."""
         with self.lock:
-            self._demand(self.min_size_to_sample)
-            indices, probabilities = self.tree.sample(batch_size, self.rng, method)
+            self.demand(self.min_size_to_sample)
+            indices, probabilities = self.draw_indices(batch_size, method)
             total = self.tree.total
             return Draw(
                 self.store.keys_of(indices, self.shard),
@@ -243,7 +243,19 @@ class ReplayCore:
                 self.tree.min_positive,
             )
 
-    def _demand(self, transitions: int) -> None:
+    def draw_indices(
+        self, batch_size: int, method: Method
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Indices and probabilities, the lock held. Raises NotEnoughData, the random state kept."""
+        before = self.rng.bit_generator.state
+        try:
+            return self.tree.sample(batch_size, self.rng, method)
+        except NotEnoughData:
+            self.rng.bit_generator.state = before
+            raise
+
+    def demand(self, transitions: int) -> None:
+        """Raises NotEnoughData where there are fewer."""
         if len(self) < transitions:
             raise NotEnoughData(
                 f"the replay holds {len(self)} transitions and {transitions} are needed to sample: "

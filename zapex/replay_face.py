@@ -62,6 +62,9 @@ class Home(Protocol):
     def give_back(self, slots: NDArray[np.int64]) -> None:
         """Open slots without a row."""
 
+    def settle(self) -> None:
+        """Wait until what was closed is there for everybody. Raises PeerTimeout."""
+
 
 class Rows(NamedTuple):
     """Whole transitions, checked: B rows by the schema's column names.

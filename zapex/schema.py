@@ -202,6 +202,21 @@ class Schema:
             raise SchemaError(f"extra columns {taken} have the names of the spaces' own")
         return cls({**columns, **(extra or {})}, n_step, gamma)
 
+    def to_json(self) -> str:
+        """As the text of a file, for `zapex replay --schema` and `zapex.connect(url, schema=)`."""
+        return json.dumps(self.describe(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Schema":
+        """The inverse of `to_json`. Raises SchemaError."""
+        try:
+            facts = json.loads(text)
+        except ValueError as error:
+            raise SchemaError(f"a schema's file must be JSON: {error}") from None
+        if not isinstance(facts, dict):
+            raise SchemaError("a schema's file must hold a JSON object")
+        return cls.from_description(facts)
+
     @classmethod
     def from_description(cls, facts: Mapping[str, Any]) -> "Schema":
         """The inverse of `describe`."""

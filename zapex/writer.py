@@ -133,10 +133,14 @@ class Writer:
                 self._remember(found)
 
     def flush(self) -> None:
-        """Close every open chunk, so that the FIFO may evict it. Sampling does not wait for it."""
+        """Close every open chunk, so that the FIFO may evict it. Sampling does not wait for it.
+
+        Over a network chunks travel closed: after this, all that was added can be drawn.
+        """
         with self._replay.lock:
             self._builder.flush()
             self._hand_over()
+            self._replay.settle()
 
     def close(self) -> None:
         """Flush, and give the slots back. Steps whose n-step return is not known are dropped."""

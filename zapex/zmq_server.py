@@ -31,11 +31,13 @@ _ERRORS_PER_S = 100.0
 _LARGE_BYTES = 1 << 16  # a message that counts when libzmq keeps it
 _SLIGHT = 1 / 128  # of a strike: what an honest peer does now and then, at a bad moment
 MEMORY_BYTES = 1 << 30
+_WRITERS = ("relay", "client")  # have actor numbers, and push chunks
 MAY_SEND = {
     "relay": {Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.STATS, Kind.BYE},
     "learner": {Kind.HELLO, Kind.SAMPLE, Kind.UPDATE, Kind.PUBLISH, Kind.PULL, Kind.STATS,
                 Kind.BYE},
     "reader": {Kind.HELLO, Kind.PULL, Kind.BYE},
+    "client": {Kind.HELLO, Kind.PUSH, Kind.CALL, Kind.BYE},
 }  # fmt: skip
 
 
@@ -124,7 +126,8 @@ class ZmqServer:
 
     def session_of(self, actor: int) -> Session | None:
         """The relay that plays an actor now."""
-        return self._sessions.get(("relay", self.roster.host(actor)))
+        host = self.roster.host(actor)
+        return self._sessions.get(("relay", host)) or self._sessions.get(("client", host))
 
     def send(self, session: Session, channel: int, message: Any) -> Any | None:
         """Send without waiting: a tracker (its `done`: the parts are free), or None: not now.
@@ -281,7 +284,7 @@ class ZmqServer:
             self._answer_error(route, *fault)
             return
         session = self._session(hello)
-        if hello.role == "relay":
+        if hello.role in _WRITERS:
             actors = self._assign(session, hello.actors)
             if actors is None:
                 text = f"all {self.roster.actors} actors of the run are taken: raise --actors there"
@@ -363,7 +366,7 @@ class ZmqServer:
 
     def _assign(self, session: Session, count: int) -> list[int] | None:
         now_s = self._clock_s()
-        there = {s.host for s in self.sessions("relay") if now_s - s.heard_s < _SESSION_S}
+        there = {s.host for s in self.sessions(*_WRITERS) if now_s - s.heard_s < _SESSION_S}
         hosts = {self.roster.host(actor) for actor in range(self.roster.actors)}
         # A server that has just begun does not know yet who is there.
         young = now_s - self._started_s < _SESSION_S
@@ -373,7 +376,7 @@ class ZmqServer:
     def _bye(self, session: Session, message: Bye) -> None:
         self._drop(session)
         self._sessions = {k: s for k, s in self._sessions.items() if s is not session}
-        if session.role == "relay":
+        if session.role in _WRITERS:
             self.roster.release(session.host)
         if session.role == "learner":
             self.over = message.over
