@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -23,6 +24,7 @@ from tests.transport_rigs import (
     until,
 )
 from zapex import messages as m
+from zapex import zmq_server
 from zapex.message_header import Kind, as_part
 from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE
 from zapex.zmq_guard import own_bytes
@@ -288,4 +290,21 @@ def test_a_connection_is_ended_when_its_client_has_made_another(peer: Any) -> No
     second.send_multipart(m.encode(hello("learner", m.SMALL)))
     until(lambda: monitor.poll(0), server.turn, "the end of the first")
     assert server.server.hung_up == 1
+    server.close()
+
+
+def test_a_connection_is_one_clients_and_clients_have_a_number_limit(peer: Any) -> None:
+    server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
+    client = peer(server.url)
+    for host in (9, 10):
+        client.send_multipart(m.encode(hello("reader", m.SMALL, host)))
+    until(lambda: server.server.counts["bad"] == 1, server.turn, "the second hello")
+    assert [s.host for s in server.server.sessions("reader")] == [9]
+    with mock.patch.object(zmq_server, "_MOST_SESSIONS", 1):
+        other = peer(server.url)
+        other.send_multipart(m.encode(hello("reader", m.SMALL, 11)))
+        until(lambda: other.poll(0), server.turn, "an answer")
+        answer = m.decode(other.recv_multipart(), server.server.form)
+        assert answer.fault == m.Fault.FULL
+        assert len(list(server.server.sessions("reader"))) == 1
     server.close()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zapex import messages
 from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
-from zapex.message_header import Form, Kind, Part
+from zapex.message_header import MAX_ACTORS, Form, Kind, Part
 from zapex.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.roster import Roster
 from zapex.zmq_guard import Guard
@@ -26,6 +26,7 @@ from zapex.zmq_socket import Gatekeeper, Security, listen, make_context, receive
 
 _SESSION_S = 10.0  # a host that was silent for so long may lose its actor numbers to another
 _FORGET_S = 60.0
+_MOST_SESSIONS = 2 * MAX_ACTORS
 _AT_MOST = 256  # messages taken in before the duty cycle goes on
 _ERRORS_PER_S = 100.0
 _LARGE_BYTES = 1 << 16  # a message that counts when libzmq keeps it
@@ -283,7 +284,14 @@ class ZmqServer:
             self.counts["fenced" if fault[0] == Fault.FENCED else "refused"] += not self.over
             self._answer_error(route, *fault)
             return
+        known, _ = self._routes.get(route, (None, 0))
+        if known is not None and (known.role, known.host) != (hello.role, hello.host):
+            self._bad(route, BadMessage("a connection is one client's, for good"))
+            return
         session = self._session(hello)
+        if session is None:
+            self._answer_error(route, Fault.FULL, f"there are {_MOST_SESSIONS:,} clients already")
+            return
         if hello.role in _WRITERS:
             actors = self._assign(session, hello.actors)
             if actors is None:
@@ -339,13 +347,16 @@ class ZmqServer:
         # There is one learner; of the others there may be many.
         return hello.role, 0 if hello.role == "learner" else hello.host
 
-    def _session(self, hello: Hello) -> Session:
+    def _session(self, hello: Hello) -> Session | None:
+        """Of this client, new or known; None: there are too many."""
         place = self._place(hello)
         session = self._sessions.get(place)
         if session is None or session.incarnation < hello.incarnation:
             self._forget_silent()
             if session is not None:
                 self._drop(session)
+            elif len(self._sessions) >= _MOST_SESSIONS:
+                return None
             session = Session(hello.role, hello.host, hello.incarnation, self._clock_s())
             self._sessions[place] = session
         return session
