@@ -35,12 +35,20 @@ from zapex.replay_core import Method
 from zapex.replay_face import Extender, Normalise, ReplayFace, Rows
 from zapex.sampling import weigh_kernel
 from zapex.shm_ring import FULL
-from zapex.shm_segment import Segment, peer_of, receive_offer
+from zapex.shm_segment import Segment, map_ahead, peer_of, receive_offer
 from zapex.writer import Autoreset, Writer
 
 _METHODS = get_args(Method)  # in the order of sampling.py
 _LOOK_S = 0.1  # between two looks at whether the owner lives, for calls that wait for nothing
+_MAP_STEP_BYTES = 16 << 20
 _FULL_RING_S = 1e-3  # between two looks at a ring that the owner empties
+
+
+def _map_slowly(memory: NDArray[np.uint8]) -> None:
+    """Map it whole, at the lowest priority: a gather would take a fault for each page."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    for start in range(0, memory.nbytes, _MAP_STEP_BYTES):
+        map_ahead(memory[start : start + _MAP_STEP_BYTES])
 
 
 class HandleLink:
@@ -261,6 +269,8 @@ class HandleClient(ReplayFace):
         # Its own: whoever extends may have to wait for whoever samples.
         self._extending = HandleLink(source, timeout_s, self._link.mapped)
         self._extender = Extender(self._extending)
+        memory = self._link.store.mem
+        threading.Thread(target=_map_slowly, args=(memory,), name="zapex map", daemon=True).start()
 
     def writer(self, num_envs: int, autoreset: Autoreset = "next_step") -> Writer:
         """Streams of steps of vectorised environments, a link of their own; see Writer."""
