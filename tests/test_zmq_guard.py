@@ -25,6 +25,7 @@ from tests.transport_rigs import (
 )
 from zapex import messages as m
 from zapex import zmq_server
+from zapex.errors import ConfigError
 from zapex.message_header import Kind, as_part
 from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE
 from zapex.zmq_guard import own_bytes
@@ -307,4 +308,14 @@ def test_a_connection_is_one_clients_and_clients_have_a_number_limit(peer: Any) 
         answer = m.decode(other.recv_multipart(), server.server.form)
         assert answer.fault == m.Fault.FULL
         assert len(list(server.server.sessions("reader"))) == 1
+    server.close()
+
+
+def test_a_bound_in_which_four_batches_have_no_room_is_refused_and_by_default_they_have() -> None:
+    memory = Memory(layout_of(400), 1)
+    with pytest.raises(ConfigError, match=r"--network-memory must be at least \d+ MiB .* got 0"):
+        NetworkReplay(memory, "tcp://127.0.0.1:0", memory_bytes=1 << 19)
+    with mock.patch.object(zmq_server, "MEMORY_BYTES", 1 << 10):
+        server = NetworkReplay(memory, "tcp://127.0.0.1:0")
+    assert server.server._guard.bound_bytes >= 4 * server.server.form.largest_answer_bytes
     server.close()

@@ -64,9 +64,9 @@ class ZmqServer:
     """All connections of the replay; `do_work()` takes in what has come.
 
     form: what this run's messages look like. config: its shared settings, which a client's must
-    equal. memory_bytes: what messages under way may take, whatever peers do (zmq_guard.py). What
-    the faces set: `handlers` by kind, `chores` of every duty cycle, and `credit_bytes`, what an
-    actor may push.
+    equal. memory_bytes: what messages under way may take, whatever peers do (zmq_guard.py); None:
+    1 GiB, or what four batches need. What the faces set: `handlers` by kind, `chores` of every duty
+    cycle, and `credit_bytes`, what an actor may push.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ZmqServer:
         *,
         incarnation: int,
         params_version: Callable[[], int],
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.form, self.roster = form, roster
@@ -95,6 +95,8 @@ class ZmqServer:
         self._secure = security.keys is not None
         security.check(url, "--listen")
         least = 4 * (form.largest_answer_bytes + form.parameter_bytes)
+        if memory_bytes is None:
+            memory_bytes = max(MEMORY_BYTES, least)
         if memory_bytes < least:
             raise ConfigError(
                 f"--network-memory must be at least {-(-least >> 20)} MiB for batches and "
