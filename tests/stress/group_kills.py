@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.train_run import zapex_command
 
-_GONE_S = 5.0
+_GONE_S = 30.0  # a child that is only just starting goes once it has got so far
 _PROCESSES = 4  # parent, actor, replay, learner
 _RUN = "--env CartPole-v1 --preset smoke --plain --max-frames 0 --max-minutes 0"
 _SESSION = 3  # of the fields of /proc/PID/stat that follow the name; the state is the first
@@ -42,6 +42,16 @@ def processes_of(session: int) -> list[int]:
         if int(fields[_SESSION]) == session and fields[0] not in "ZX":
             found.append(int(path.name))
     return found
+
+
+def describe(pid: int) -> str:
+    """What a process is and what it does."""
+    facts = [str(pid)]
+    for name in ("status", "cmdline", "wchan", "stat"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/{name}").read_text().replace("\0", " ")
+            facts.append(" ".join(text.split())[:400])
+    return "; ".join(facts)
 
 
 def shared_names(pids: Sequence[int]) -> set[str]:
@@ -83,7 +93,8 @@ def kill_once(how: str, rng: random.Random, directory: Path) -> tuple[int, float
     run.wait(_GONE_S)
     while left := processes_of(run.pid):
         if time.monotonic() > began + _GONE_S:
-            raise RuntimeError(f"{how} killed, and after {_GONE_S:g} s there are still {left}")
+            told = [describe(pid) for pid in left]
+            raise RuntimeError(f"{how} killed, and after {_GONE_S:g} s there are still {told}")
         time.sleep(0.002)
     gone_s = time.monotonic() - began
     names = (shared | shared_names(pids)) & set(os.listdir("/dev/shm"))
