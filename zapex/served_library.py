@@ -132,7 +132,7 @@ def main(text: str, fd: str) -> None:
     from zapex.library_desk import LibraryDesk
     from zapex.rate_limiter import LimiterConfig
     from zapex.replay import PrioritizedReplay
-    from zapex.url_client import CONFIG, form_of
+    from zapex.url_link import CONFIG, form_of
     from zapex.zmq_replay import ZmqExperienceSource
     from zapex.zmq_server import ZmqServer
 
