@@ -30,6 +30,7 @@ class LossyLink:
         self._late: deque[tuple[float, socket.socket, bytes]] = deque()
         self._stop = threading.Event()
         self._cut = threading.Event()
+        self._still = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -44,7 +45,9 @@ class LossyLink:
             time.sleep(0.005)
 
     def freeze(self) -> None:
+        self._still.clear()
         self.frozen = True
+        self._still.wait(10)  # what is being forwarded has passed
 
     def heal(self) -> None:
         self.frozen = self.down = False
@@ -67,6 +70,7 @@ class LossyLink:
                     self._drop(end)
                 self._cut.clear()
             if self.frozen:
+                self._still.set()
                 time.sleep(0.005)
                 continue
             for key, _ in self._selector.select(0.005):

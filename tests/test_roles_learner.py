@@ -145,6 +145,16 @@ def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -
     assert (counts["loss"], counts["priority_max"]) == (0.25, 6.0)
 
 
+def test_it_says_how_many_batches_were_learned_since_the_last_one_was_asked_for() -> None:
+    desk = Desk()
+    desk.source.there = 4
+    seen = []
+    while desk.learner.do_work():
+        seen.append(desk.metrics.snapshot(alive=False)["staleness"])
+    # Three are asked for ahead, so from the fourth on two were learned in between.
+    assert seen == [0, 1, 2, 2]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_td_error_that_is_not_finite_ends_it_and_is_never_sent(bad: float) -> None:
     desk = Desk()

@@ -7,9 +7,11 @@ from unittest import mock
 import numpy as np
 import zmq
 
+from tests.lossy_link import LossyLink
 from tests.test_transports import play
 from tests.transport_rigs import (
     BATCH,
+    BETA,
     OPEN,
     SCHEMA,
     Memory,
@@ -21,12 +23,15 @@ from tests.transport_rigs import (
     nothing_left_open,
     until,
 )
-from zapex import curve_keys, zmq_server
-from zapex.batch import Batch
+from zapex import curve_keys, zmq_client, zmq_server
+from zapex.batch import Batch, aligned_zeros
+from zapex.chunk_store import ChunkStore
+from zapex.experience_messages import Push
 from zapex.message_header import Kind
+from zapex.messages import encode
 from zapex.schema import BatchLayout
 from zapex.zmq_socket import Gatekeeper, Security, connect, listen, receive, send
-from zapex.zmq_transport import ZmqParameterSource
+from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource, ZmqSampleSource
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
@@ -121,3 +126,109 @@ def test_parameters_that_arrive_broken_are_asked_for_again() -> None:
         until(lambda: source.newer_than(0, out), server.turn, "parameters")
     assert (out == value).all()
     assert link.counts["bad"] == 1
+
+
+def test_frames_are_sent_from_the_slot_that_they_lie_in() -> None:
+    layout = layout_of(1000)
+    chunk = layout.chunk_layout
+    store = ChunkStore(aligned_zeros(ChunkStore.required_bytes(chunk, 2)), chunk, 2)
+    store.column(1, "obs_frames")[:3] = 4
+    push = Push.of_chunk(
+        chunk, store.mem, store.body(1), actor=0, incarnation=1, sequence=0, stream=0, rows=3
+    )
+    _, frames, rest = encode(push)
+    sent = np.frombuffer(frames, np.uint8)
+    assert sent.nbytes == 5 * 3 * 2  # frames 0 to 4, of 3 x 2
+    assert sent.ctypes.data == store.column(1, "obs").ctypes.data
+    assert not np.shares_memory(np.frombuffer(rest, np.uint8), store.mem)
+
+
+def publishing(readers: int) -> tuple[NetworkReplay, ZmqParameterSink, list[ZmqParameterSource]]:
+    layout = layout_of(1000)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    sink = ZmqParameterSink(make_link(server.url, "learner", 1, layout))
+    links = [make_link(server.url, "reader", 2 + i, layout) for i in range(readers)]
+    return server, sink, [ZmqParameterSource(link) for link in links]
+
+
+def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
+    server, sink, sources = publishing(3)
+    received = []
+    for i, source in enumerate(sources):
+        take = source._link.handlers[Kind.PARAMS]
+        source._link.handlers[Kind.PARAMS] = lambda message, i=i, take=take: (
+            received.append((i, message.version)), take(message),
+        )  # fmt: skip
+    out = np.zeros(server.parameters._mailbox.value_bytes, np.uint8)
+    have = [0] * len(sources)
+
+    def turn() -> None:
+        server.turn()
+        sink._link.do_work()
+        for i, source in enumerate(sources):
+            have[i] = max(have[i], source.newer_than(have[i], out))
+
+    for version in (1, 2):
+        value = np.full(out.shape, version, np.uint8)
+        sink.publish(version, value)
+        until(lambda v=version: have == [v] * 3 and sink.version == v, turn, f"version {version}")
+        assert (out == value).all()
+    for _ in range(50):
+        turn()
+    assert sorted(received) == [(i, version) for i in range(3) for version in (1, 2)]
+    assert server.parameters.counts == {"sent": 6, "kept": 2}
+
+
+def test_parameters_are_sent_on_from_the_frame_that_they_came_in() -> None:
+    server, sink, (source,) = publishing(1)
+    came = []
+    take = server.server.handlers[Kind.PUBLISH]
+    server.server.handlers[Kind.PUBLISH] = lambda session, message: (
+        came.append(np.frombuffer(message.parameters, np.uint8)), take(session, message),
+    )  # fmt: skip
+    out = np.zeros(server.parameters._mailbox.value_bytes, np.uint8)
+    sink.publish(3, out + 7)
+
+    def turn() -> None:
+        server.turn()
+        sink._link.do_work()
+
+    until(lambda: source.newer_than(0, out), turn, "parameters")
+    assert (out == 7).all()
+    kept = np.frombuffer(server.parameters._parts[1], np.uint8)
+    assert kept.ctypes.data == came[0].ctypes.data
+
+
+def test_small_messages_pass_while_the_bulk_connection_stands_still(tmp_path: Path) -> None:
+    rig = filled(tmp_path)
+    port = int(rig.sample_source._link.url.rsplit(":", 1)[1])
+    with LossyLink(port) as slow:
+        urls = iter([rig.sample_source._link.url, slow.url])
+        plain = zmq_client.connect
+        with mock.patch.object(
+            zmq_client, "connect", lambda context, url, *rest: plain(context, next(urls), *rest)
+        ):
+            link = make_link("tcp://127.0.0.1:1", "learner", 9, rig.replay.layout, incarnation=2)
+        source, batch = ZmqSampleSource(link, BETA), Batch.empty(BatchLayout(SCHEMA, BATCH, False))
+        answer = lambda: [  # noqa: E731
+            rig.sample_sink.answer(rig.replay.draw(BATCH))
+            for _ in range(rig.sample_sink.requests())
+        ]
+        turn = lambda: (rig.intake.do_work(0, 0), answer(), link.do_work())  # noqa: E731
+        until(lambda: link.is_open, turn, "the welcomes")
+        slow.freeze()
+        for _ in range(3):
+            source.request()
+        until(lambda: rig.sample_sink.counts["batches"] == 3, turn, "the batches' departure")
+        keys = rig.replay.draw(BATCH).keys
+        assert source.update(keys, np.ones(BATCH, np.float32))
+        until(lambda: source.updates_under_way == 0, turn, "an acknowledgement")
+        assert not source.ready()
+        assert source.outstanding == 3
+        slow.heal()
+        got = []
+        until(
+            lambda: got.extend(s for s in [source.poll(batch)] if s) or len(got) == 3, turn,
+            "three batches",
+        )  # fmt: skip
+    rig.close()

@@ -107,6 +107,7 @@ TABLES: Final[dict[Role, RoleTable]] = {
             "grad_norm",
             "priority_mean",
             "priority_max",
+            "staleness",  # batches learned between asking for the last one and learning from it
         ),
         shown_as={
             "sample": ("gather",),

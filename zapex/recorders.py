@@ -58,6 +58,7 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
         values["learner/batches_per_s"] = rates["batches"]
         values["learner/samples_per_s"] = rates["samples"]
         values["learner/params_version"] = snapshot.learner["params_version"]
+        values["learner/staleness"] = snapshot.learner["staleness"]
         values["learner/torn_rows"] = snapshot.learner["torn_rows"]
     for name, value in snapshot.relay.items():
         if not name.startswith(("phase/", "cpu/")):

@@ -1,6 +1,7 @@
 """The learner: trains on sampled batches, sends priorities back, publishes parameters."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,8 +55,10 @@ class Learner:
         self.version = max(first_version, parameters.version)
         metrics.enter("other")
         self.publish()
+        self._learned = 0
+        self._asked_at = deque([0] * source.outstanding)  # of each request: batches learned by then
         for _ in range(source.outstanding, prefetch):
-            source.request()
+            self._request()
         metrics.enter("wait")
 
     def do_work(self) -> int:
@@ -90,7 +93,9 @@ class Learner:
         metrics.set("priority_max", largest)
         metrics.enter("update")
         self._send(batch.keys.copy(), td_errors)
-        self._source.request()
+        metrics.set("staleness", self._learned - self._asked_at.popleft())
+        self._learned += 1
+        self._request()
         if self._clock_s() - self._published_s >= self._publish_period_s:
             self.publish()
         metrics.enter("wait")
@@ -118,6 +123,10 @@ class Learner:
         """Save a last checkpoint, and stop."""
         self.checkpoint()
         self._metrics.leave()
+
+    def _request(self) -> None:
+        self._asked_at.append(self._learned)
+        self._source.request()
 
     def _send(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
         sent = self._source.update(keys, priorities)
