@@ -42,7 +42,7 @@ from zapex.schema import COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STAT
 from zapex.supervisor import Supervisor
 
 FILLED = 100_000  # a capacity from which on a run begins with a full memory
-STUCK_S = 15.0  # on a loaded machine; what is stuck stays so
+STUCK_S = 30.0  # on a loaded machine; what is stuck stays so
 _TICK_S = 0.002
 _ORDER_S = 0.4  # that a role has to come to a step
 POLICY = RestartPolicy(
@@ -307,6 +307,22 @@ class Chaos:
         if self._rob:  # a mutation: what is silent is taken for dead
             self.host.set_life(role.name, 0)
 
+    def _stands_still(self, role: Role) -> bool:
+        """Its process is stopped: one that is about to stop itself would not hear a SIGCONT."""
+        pid = self.supervisor.pids.get(role.name)
+        try:
+            return (Path("/proc") / str(pid) / "stat").read_text().rpartition(") ")[2][0] == "T"
+        except OSError:
+            return False
+
+    def _leave_in_peace(self, role: Role) -> None:
+        """No more faults for this role."""
+        words = self.world.orders[role.name]
+        steps.withdraw(words)
+        role.ordered_s, role.fault = 0.0, None
+        if self._stands_still(role):
+            self._continue(role)
+
     def _continue(self, role: Role) -> None:
         role.stopped = False
         if self._rob:
@@ -317,14 +333,17 @@ class Chaos:
         """One look of a role's nemesis."""
         words, fault = self.world.orders[role.name], role.fault
         if role.stopped:
-            if now_s >= role.held_until_s:
-                assert fault is not None
-                if fault.killed_after_stop:
-                    self._kill(role)
-                    role.held_until_s = now_s + 1.0
-                else:
-                    self._continue(role)
+            if fault is None or now_s < role.held_until_s:
+                return  # None: it was killed, and has yet to be buried
+            if fault.killed_after_stop:
+                self._kill(role)
                 role.fault = None
+            elif fault.step is None or self._stands_still(role):
+                self._continue(role)
+                role.fault = None
+            return
+        if role.alive and words[steps.LAST] and words[steps.SIGNAL] == signal.SIGSTOP:
+            self._note_stop(role, words, now_s)
             return
         if fault is None:
             role.fault = next(role.faults, None)
@@ -352,15 +371,20 @@ class Chaos:
             role.held_until_s = now_s + fault.hold_s
             self._stop(role)
 
+    def _note_stop(self, role: Role, words: Any, now_s: float) -> None:
+        """It has stopped itself at a step, or is about to; perhaps after its order's time."""
+        step = steps.STEPS[words[steps.LAST] - 1]
+        words[steps.LAST] = 0
+        if role.fault is None or role.fault.step != step:
+            role.fault = Fault(0.0, "stop", step, 1, 0.05, False, False)
+        role.ordered_s = 0.0
+        role.held_until_s = now_s + role.fault.hold_s
+        self.result.kills_at[f"{role.kind}: {step}, stopped"] += 1
+        self._stop(role)
+
     def _follow_order(self, role: Role, fault: Fault, words: Any, now_s: float) -> None:
         """An order is out: has it been carried out, or is it time to help?"""
-        if words[steps.LAST] and fault.kind == "stop":
-            words[steps.LAST] = 0
-            role.ordered_s = 0.0
-            role.held_until_s = now_s + fault.hold_s
-            self.result.kills_at[f"{role.kind}: {fault.step}, stopped"] += 1
-            self._stop(role)
-        elif now_s > role.ordered_s + 2 * _ORDER_S:
+        if now_s > role.ordered_s + 2 * _ORDER_S:
             steps.withdraw(words)
             role.ordered_s = 0.0
             role.fault = None
@@ -448,20 +472,18 @@ class Chaos:
                 for role in self.roles.values():
                     if not kills or self.result.kills[role.kind] < kills.get(role.kind, 0):
                         self._plot(role, now_s)
-                    elif role.stopped:
-                        self._continue(role)
+                    else:
+                        self._leave_in_peace(role)
             self._calm_down()
         self.seconds = time.monotonic() - began_s
         self._close()
 
     def _calm_down(self) -> None:
         """No more faults; everybody must work again."""
-        for role in self.roles.values():
-            steps.withdraw(self.world.orders[role.name])
-            self.supervisor.send_signal(role.name, signal.SIGCONT)
-            role.stopped = False
         calm = {name: self._progress(role) + 20 for name, role in self.roles.items()}
         while any(self._progress(role) < calm[name] for name, role in self.roles.items()):
+            for role in self.roles.values():
+                self._leave_in_peace(role)
             for event in self.supervisor.poll(_TICK_S):
                 self._tell(event)
             self._look(time.monotonic())
