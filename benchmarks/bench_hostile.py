@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness import add_json, arguments, goal
-from benchmarks.transport_rig import NetworkClient, Server, Setting, atari
+from benchmarks.transport_rig import NetworkClient
+from benchmarks.transport_server import Server, Setting, atari
 from tests import hostile_peers
 from zapex import messages as m
 from zapex.batch import aligned_zeros
@@ -38,7 +39,7 @@ from zapex.zmq_socket import Security
 
 MIB = 1 << 20
 (_PORT, _BASE, _OWN, _PEAK, _HUNG_UP, _BAD, _UNKNOWN, _FORBIDDEN, _MESSAGES, _EARLY, _UNCREDITED,
- _ROUNDS, _CHUNKS, _CPU_MS, _GARBAGE, _RECONNECTS) = range(16)  # fmt: skip
+ _ROUNDS, _CHUNKS, _CPU_MS, _GARBAGE, _RECONNECTS, _CONNECTIONS) = range(17)  # fmt: skip
 
 
 def fork(work: Callable[[], object], nice: int = 0) -> int:
@@ -121,10 +122,16 @@ def attack(behaviour: str, setting: Setting, words: np.ndarray, **more: Any) -> 
         def hello(role: str, channel: int) -> m.Hello:
             return m.Hello(role, number + os.getpid(), 1, channel, hash_, 1, {})
 
+        def tell(sent: int, made: int) -> None:
+            words[_GARBAGE], words[_CONNECTIONS] = before[0] + sent, before[1] + made
+
+        before = int(words[_GARBAGE]), int(words[_CONNECTIONS])
+        if behaviour == "garbage":
+            more["tell"] = tell
         url = f"tcp://127.0.0.1:{words[_PORT]}"
         hostile_peers.run(behaviour, url, 1e9, setting.form, hello, **more)
 
-    return fork(work, nice=19)
+    return fork(work, nice=10)
 
 
 def end(pids: list[int]) -> None:
@@ -171,8 +178,8 @@ def floods(setting: Setting, rate: float, behaviour: str, window_s: float, round
     try:
         for _ in range(rounds):
             before = int(run.words[_CPU_MS])
-            quiet.append(run.rounds_per_s(window_s))
-            used = int(run.words[_CPU_MS]) - before
+            quiet.append(run.rounds_per_s(window_s / 2))
+            used = 2 * (int(run.words[_CPU_MS]) - before)
             flood = attack(behaviour, setting, run.words, **more)
             time.sleep(1.0)
             before = int(run.words[_CPU_MS])
@@ -196,6 +203,8 @@ def floods(setting: Setting, rate: float, behaviour: str, window_s: float, round
         "messages": own,
         "honest_reconnects": reconnects,
         "flooded_s": window_s * rounds,
+        "garbage_mb_per_s": round(int(words[_GARBAGE]) / 1e6 / ((window_s + 1) * rounds), 1),
+        "garbage_connections_made": int(words[_CONNECTIONS]),
         **more,
     }
 

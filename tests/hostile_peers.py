@@ -44,15 +44,16 @@ def _dealer(url: str, **options: int) -> Any:
 
 
 def garbage(
-    url: str, over: Callable[[], bool], *, connections: int = 200, bytes_per_s: float = 0
-) -> int:
+    url: str, over: Callable[[], bool], *, connections: int = 200, bytes_per_s: float = 0,
+    tell: Callable[[int, int], None] = lambda sent, made: None,
+) -> int:  # fmt: skip
     """Random bytes on many raw connections; bytes_per_s: in all; 0: as they go.
 
-    Returns the bytes that went.
+    tell: gets bytes that went, and connections made, so far. Returns the bytes.
     """
     selector = selectors.DefaultSelector()
     data = memoryview(random.Random(1).randbytes(1 << 20))
-    sent, start = 0, time.monotonic()
+    sent, made, start = 0, 0, time.monotonic()
 
     def begin() -> None:
         with suppress(OSError):
@@ -64,6 +65,7 @@ def garbage(
     while not over():
         while len(selector.get_map()) < connections:
             begin()
+            made += 1
         for key, _ in selector.select(0.05):
             ahead_s = sent / bytes_per_s - (time.monotonic() - start) if bytes_per_s else 0
             if ahead_s > 0:
@@ -76,6 +78,7 @@ def garbage(
             except OSError:
                 selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
+            tell(sent, made)
     return sent
 
 
