@@ -411,9 +411,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = Cells(places, seconds)
         results = {
             "rows": measure_rows(cells, rounds, not missing),
-            "sizes": measure_sizes(cells, SIZES[:4] if options.quick else SIZES),
+            "sizes": measure_sizes(
+                Cells(places, seconds / 2), SIZES[:4] if options.quick else SIZES
+            ),
             "actors": measure_actors(cells, ACTORS[:2] if options.quick else ACTORS, not missing),
-            "paced": measure_paced(cells, rounds, 2.0 if options.quick else 5.0),
+            "paced": measure_paced(cells, 1, 2.0 if options.quick else 8.0),
         }
     show(results)
     print("\n".join(goals(results["rows"], results["paced"])))
