@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MOST_IN_A_CHUNK = 64
 DEADLINE_S = 110.0  # a busy machine is no failure
 VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
 
@@ -140,6 +141,15 @@ class Cluster:
         """Everything ends."""
         for part in self.parts:
             part.close()
+
+
+def check_account(replay: Part, hosts: Sequence[Part]) -> None:
+    """What was acknowledged is in the replay, and nothing else but what no answer came for."""
+    relays = [host.snapshot()["relay"] for host in hosts]
+    sent = sum(int(relay["transitions"]) for relay in relays)
+    unheard = sum(int(relay["unacknowledged"]) for relay in relays)
+    inserted = int(replay.snapshot()["replay"]["inserted"])
+    assert 0 < sent <= inserted <= sent + MOST_IN_A_CHUNK * unheard
 
 
 @contextlib.contextmanager

@@ -134,4 +134,4 @@ class Relay:
             # What a former life counted stays.
             metrics.add(name, count - self._counted.get(name, 0))
         self._counted = counted
-        metrics.set("unacknowledged", link.unacknowledged)
+        metrics.set("unacknowledged", outbox.on_their_way)
