@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zapex.replay import PrioritizedReplay
 
 _METHODS = get_args(Method)
+_CLOSE_S = 10.0
 _DEFERRED_S = 1e-3  # between two looks at a request that the limiter lets wait
 _NOBODY = -1
 
@@ -169,11 +170,14 @@ class HandleServer:
         """Serve no more: every client's next call raises PeerDied.
 
         Slots that clients were filling stay as they are: a client may still write into them.
+        Raises ReplayError where another thread has held the replay for ten seconds.
         """
         self._stopping = True
         with contextlib.suppress(OSError):  # it has failed and is closed already
             os.eventfd_write(self._eventfd, 1)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise ReplayError(f"a thread of this process has held the replay for {_CLOSE_S:g} s")
         self._populator.stop()
 
     # The duty cycle.
