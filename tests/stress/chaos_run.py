@@ -6,6 +6,7 @@ and ended for sure. Each role has a nemesis of its own, whose schedule is drawn 
 
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -477,6 +478,7 @@ class Chaos:
             self._calm_down()
         self.seconds = time.monotonic() - began_s
         self._close()
+        shutil.rmtree(self._log)  # of a run that failed it is kept
 
     def _calm_down(self) -> None:
         """No more faults; everybody must work again."""
