@@ -300,7 +300,7 @@ def test_keygen_says_which_key_goes_where_and_keeps_what_is_there(
     out = capsys.readouterr().out
     assert "zapex actor needs relay.key and public.json" in out
     assert {path.name for path in (tmp_path / "keys").iterdir()} == {
-        "replay.key", "relay.key", "learner.key", "reader.key", "public.json",
+        "replay.key", "relay.key", "learner.key", "reader.key", "client.key", "public.json",
     }  # fmt: skip
     assert "never overwritten" in refusal(capsys, "keygen", "keys")
     assert "zapex keygen DIR" in refusal(capsys, "keygen")

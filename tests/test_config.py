@@ -104,7 +104,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(
     kwargs=st.dictionaries(st.text(), plain, max_size=3),
     exp=st.text(),

@@ -168,6 +168,10 @@ def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
         for i, source in enumerate(sources):
             have[i] = max(have[i], source.newer_than(have[i], out))
 
+    # Whoever has asked on one connection asks again when the other is made.
+    until(lambda: all(source._link.is_open for source in sources), turn, "connections")
+    for _ in range(50):
+        turn()
     for version in (1, 2):
         value = np.full(out.shape, version, np.uint8)
         sink.publish(version, value)
