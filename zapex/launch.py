@@ -296,7 +296,10 @@ class Session:
                     self._look_after(host, monitor)
                     snapshot = monitor.tick()
                     if snapshot is not None:
-                        self._check_limits(snapshot.totals["frames"], snapshot.wall_s)
+                        # What is played before the learner works could not be saved by it.
+                        works = not self._learns or host.metrics("learner").pid
+                        frames = snapshot.totals["frames"] if works else 0.0
+                        self._check_limits(frames, snapshot.wall_s)
                     if supervisor.stop_signal is not None:
                         self.reason = f"stopped by {supervisor.stop_signal.name}"
             finally:
