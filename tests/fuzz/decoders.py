@@ -217,14 +217,22 @@ def _message_decoders() -> dict[str, Decoder]:
 # Files.
 
 
+def memory_folder() -> str | None:
+    """Where files cost no disk; None: the usual place."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 @dataclass
 class _Folder:
-    """A folder in memory that is gone with the process."""
+    """A folder in memory that is gone with the process, or with fuzz.py's, which sets TMPDIR.
+
+    A fuzzer ends its process without Python's own end.
+    """
 
     path: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        base = None if "TMPDIR" in os.environ else memory_folder()
         self.path = Path(tempfile.mkdtemp(prefix="zapex-fuzz-", dir=base))
         import atexit
 

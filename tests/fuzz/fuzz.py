@@ -212,9 +212,14 @@ def compiled_meter(folder: Path) -> str:
 
 def fuzz(name: str, runs: int, seconds: float, seed: int) -> dict[str, Any]:
     """Run one decoder's process and judge how it ended."""
-    with tempfile.TemporaryDirectory() as folder:
+    from tests.fuzz.decoders import memory_folder  # see main
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(prefix="zapex-fuzz-", dir=memory_folder()) as files,
+    ):
         preload = compiled_meter(Path(folder))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": files}
         if preload:
             environment |= {"LD_PRELOAD": preload, "PYTHONMALLOC": "malloc"}
         command = [sys.executable, "-m", "tests.fuzz.fuzz", "--child", "--decoder", name]
