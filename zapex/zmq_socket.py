@@ -24,6 +24,10 @@ _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of 
 # M_MMAP_THRESHOLD (its largest value), M_TRIM_THRESHOLD, M_ARENA_MAX: of malloc.h, mallopt(3)
 _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
+# What the kernel holds of what a connection sends; it doubles this. As much as stays in a core's
+# second-level cache: left to itself it grows to megabytes, and every byte then goes through memory three times
+# (docs/decisions/0011-bytes-on-the-wire.md).
+_SEND_BUFFER_BYTES = 256 << 10
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
     # libzmq's own heartbeats abort the process when a peer is lost whose messages wait to be read
@@ -40,6 +44,7 @@ _OPTIONS: dict[int, int] = {
     zmq.CONNECT_TIMEOUT: 5000,
     zmq.SNDHWM: _MESSAGES_PER_PEER,
     zmq.RCVHWM: _MESSAGES_PER_PEER,
+    zmq.SNDBUF: _SEND_BUFFER_BYTES,
 }
 
 
