@@ -25,8 +25,8 @@ _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of 
 _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 # What the kernel holds of what a connection sends; it doubles this. As much as stays in a core's
-# second-level cache: left to itself it grows to megabytes, and every byte then goes through memory three times
-# (docs/decisions/0011-bytes-on-the-wire.md).
+# second-level cache: left to itself it grows to megabytes, and every byte then goes through memory
+# three times (docs/decisions/0011-bytes-on-the-wire.md).
 _SEND_BUFFER_BYTES = 256 << 10
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
