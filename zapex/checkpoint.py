@@ -27,6 +27,7 @@ FORMAT = "zapex checkpoint 1"
 BEST = "best"
 _SUFFIX = ".safetensors"
 _STEP = re.compile(r"step-(\d{12,})")
+_STEP_FILE = re.compile(_STEP.pattern + re.escape(_SUFFIX))
 _TEMPORARY = re.compile(r"\..+\.tmp-(\d+)")
 
 
@@ -163,8 +164,12 @@ def best(run_dir: Path) -> Path | None:
 
 
 def _in_order(directory: Path) -> list[Path]:
-    found = directory.glob(f"step-*{_SUFFIX}")
-    return sorted((path for path in found if _STEP.fullmatch(path.stem)), key=_steps)
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    steps = [name for name in names if _STEP_FILE.fullmatch(name)]
+    return sorted((directory / name for name in steps), key=_steps)
 
 
 def _steps(path: Path) -> int:

@@ -1,5 +1,6 @@
 """Experience between hosts: closed chunks and sampled batches, each frame once."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -72,7 +73,7 @@ def batch_rows(schema: Schema) -> RowColumns:
 
 
 def _row_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    return int(dtype.itemsize * np.prod(shape, dtype=np.int64))
+    return dtype.itemsize * math.prod(shape)
 
 
 def _rows_bytes(columns: RowColumns, rows: int) -> int:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ class ReplayLayout:
                 f"chunk must be n_step ({self.schema.n_step}) to {MAX_CHUNK}, got {self.chunk}"
             )
 
-    @property
+    @cached_property
     def chunk_layout(self) -> ChunkLayout:
         """Where everything lies in a chunk."""
         return ChunkLayout(self.schema, self.chunk)

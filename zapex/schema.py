@@ -15,6 +15,7 @@ Every section starts on a cache line. Nothing else in zapex knows these offsets.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Column:
     @cached_property
     def item_bytes(self) -> int:
         """Bytes of one frame, or of one value."""
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     @cached_property
     def stack_innermost(self) -> bool:
@@ -249,7 +250,7 @@ class Section:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: NDArray[np.uint8], base: int = 0) -> NDArray[Any]:
         """The section as an array over `memory` (uint8), at `base` bytes from its start."""

@@ -230,6 +230,7 @@ class _Folder:
     """
 
     path: Path = field(init=False)
+    _files: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         base = None if "TMPDIR" in os.environ else memory_folder()
@@ -238,23 +239,24 @@ class _Folder:
 
         atexit.register(shutil.rmtree, self.path, ignore_errors=True)
 
-    def put(self, name: str, content: bytes, mode: int = 0o600) -> Path:
-        path = self.path / name
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        os.write(fd, content)
-        os.close(fd)
-        return path
+    def put(self, name: str, content: bytes) -> None:
+        """A file of this content. It is kept open: the next execution mostly writes it again."""
+        descriptor, there = self._files.get(name, (-1, b""))
+        if descriptor < 0:
+            descriptor = os.open(f"{self.path}/{name}", os.O_WRONLY | os.O_CREAT, 0o600)
+        if there != content:
+            os.pwrite(descriptor, content, 0)
+            os.ftruncate(descriptor, len(content))
+        self._files[name] = descriptor, content
 
 
-def _sealed(facts: bytes) -> bytes:
-    """A manifest of these facts, its checksum right where they are JSON."""
-    with contextlib.suppress(ValueError, RecursionError):
-        facts = snapshot._text_of(json.loads(facts))
-    return b'{"crc32":%d,"snapshot":%s}\n' % (zlib.crc32(facts), facts)
+def _sealed(text: bytes) -> bytes:
+    """A manifest of the facts in `text`, its checksum right where that is as zapex writes it."""
+    return b'{"crc32":%d,"snapshot":%s}\n' % (zlib.crc32(text), text)
 
 
 class _SnapshotRun:
-    """A snapshot's files as a peer or a disk may have left them; the first part is the facts."""
+    """A snapshot's files as a peer or a disk may have left them; the first part is the manifest."""
 
     FILES = ("state.bin", "chunks.bin")
 
@@ -281,24 +283,25 @@ class _SnapshotRun:
         chunks = (self._folder.path / first).read_bytes()
         for where in facts["chunks"].values():
             where[2] = self.FILES[1]
-        self.seed = mutation.joined([snapshot._text_of(facts), state, chunks])
+        self.seed = mutation.joined([_sealed(snapshot._text_of(facts)), state, chunks])
 
     def __call__(self, data: bytes) -> bool:
-        facts, *files = [*mutation.split(data, 3), b"", b"", b""][:3]
+        manifest, *files = [*mutation.split(data, 3), b"", b"", b""][:3]
         try:
-            return self._load(facts, files) if self._whole else self._parse(facts)
+            return self._load(manifest, files) if self._whole else self._parse(manifest)
         except ZapexError:
             return False
 
-    def _parse(self, facts: bytes) -> bool:
-        read = snapshot.parse_manifest(_sealed(facts), "manifest")
-        text = snapshot._text_of(read)
-        again = b'{"crc32":%d,"snapshot":%s}' % (zlib.crc32(text), text)
-        assert snapshot._text_of(snapshot.parse_manifest(again, "manifest")) == text
+    def _parse(self, manifest: bytes) -> bool:
+        facts = snapshot.parse_manifest(manifest, "manifest")
+        text = snapshot._text_of(facts)
+        again = _sealed(text)
+        if again != manifest:
+            assert snapshot._text_of(snapshot.parse_manifest(again, "manifest")) == text
         return True
 
-    def _load(self, facts: bytes, files: list[bytes]) -> bool:
-        self._folder.put(snapshot.MANIFEST, _sealed(facts))
+    def _load(self, manifest: bytes, files: list[bytes]) -> bool:
+        self._folder.put(snapshot.MANIFEST, manifest)
         for name, content in zip(self.FILES, files, strict=True):
             self._folder.put(name, content)
         # In a memory of a given size: without, a snapshot says itself how much it needs.
@@ -314,22 +317,29 @@ class _SnapshotRun:
     def mutate(self, data: bytes, draw: random.Random, blind: Blind) -> bytes:
         parts = [*mutation.split(data, 3), b"", b"", b""][:3]
         choice = draw.random()
+        if choice < 0.1:  # the checksum stays as it was
+            parts[0] = blind(parts[0])
+            return mutation.joined(parts)
+        try:
+            facts = json.loads(parts[0])["snapshot"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            parts[0] = _sealed(blind(parts[0]))
+            return mutation.joined(parts)
         if choice < 0.6 or not self._whole:
-            parts[0] = mutation.mutate_json(parts[0], draw, blind)
+            facts = mutation.mutate_value(facts, draw)
         else:
             i = draw.choice((1, 2))
             body = [b"", parts[i]]
             mutation._change_body(body, draw, blind)
             parts[i] = body[1] if len(body) > 1 else b""
-        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError,
-                                 RecursionError):  # fmt: skip
-            facts = json.loads(parts[0])
-            if self._whole and draw.random() < 0.9:
+        if self._whole and draw.random() < 0.9:
+            with contextlib.suppress(TypeError, KeyError, IndexError, AttributeError):
                 facts["state"]["crc32"] = zlib.crc32(parts[1])
                 for where in facts["chunks"].values():
-                    body_bytes = LAYOUT.body_bytes
-                    where[4] = zlib.crc32(parts[2][where[3] : where[3] + body_bytes])
-                parts[0] = json.dumps(facts).encode()
+                    chunk = parts[2][where[3] : where[3] + LAYOUT.body_bytes]
+                    where[4] = zlib.crc32(chunk)
+        with contextlib.suppress(RecursionError):
+            parts[0] = _sealed(snapshot._text_of(facts))
         return mutation.joined(parts)
 
 
@@ -342,11 +352,13 @@ class _CheckpointRun:
         state = {"schema": {"env_id": "x"}, "counters": {"updates": 3}, "params_version": 7}
         path = checkpoint.save(self._folder.path, checkpoint.step_name(1), tensors, state)
         self.seed = path.read_bytes()
+        self._tensors = tensors
+        self._path = self._folder.path / "step-000000000002.safetensors"
 
     def __call__(self, data: bytes) -> bool:
-        path = self._folder.put("step-000000000002.safetensors", data)
+        self._folder.put(self._path.name, data)
         try:
-            loaded = checkpoint.load(path)
+            loaded = checkpoint.load(self._path)
             checkpoint.check_schema(loaded, {"env_id": "x"})
             again = checkpoint.save(
                 self._folder.path / "again", checkpoint.BEST, loaded.tensors, loaded.state
@@ -380,10 +392,8 @@ class _CheckpointRun:
                 text = mutation.mutate_json(
                     str(facts["__metadata__"]["state"]).encode("utf-8", "replace"), draw, blind
                 ).decode("utf-8", "replace")
-                tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3),
-                           "b": np.zeros((), np.int64)}  # fmt: skip
                 facts["__metadata__"]["state"] = text
-                facts["__metadata__"]["sha256"] = checkpoint._checksum(tensors, text)
+                facts["__metadata__"]["sha256"] = checkpoint._checksum(self._tensors, text)
                 head = json.dumps(facts).encode()
         head = head.ljust(-(-len(head) // 8) * 8)
         return len(head).to_bytes(8, "little") + head + body

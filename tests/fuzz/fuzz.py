@@ -13,6 +13,7 @@ import argparse
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib.util
 import json
 import os
@@ -24,9 +25,12 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks._harness import machine_facts
+
+if TYPE_CHECKING:
+    from tests.fuzz.decoders import Decoder  # not before `child`: it instruments them
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent.parent / "zapex"
@@ -60,6 +64,11 @@ class Meter:
             return self._peak.value - before
         return tracemalloc.get_traced_memory()[1] - before
 
+    def close(self) -> None:
+        """Count no more: until then tracemalloc slows everything in this process down."""
+        if not self.exact:
+            tracemalloc.stop()
+
 
 def blind_with(draw: random.Random) -> Callable[[bytes], bytes]:
     """A mutation without guidance: some bytes changed, cut out or repeated."""
@@ -83,14 +92,13 @@ def blind_with(draw: random.Random) -> Callable[[bytes], bytes]:
 class Campaign:
     """One decoder's process: counts, measures, and lets findings out."""
 
-    def __init__(self, name: str) -> None:
-        from tests.fuzz.decoders import decoders
-
-        self.decoder = decoders()[name]
+    def __init__(self, decoder: "Decoder", meter: Meter) -> None:
+        name = decoder.name
+        self.decoder = decoder
         self.executions = self.taken = self.peak_bytes = 0
-        self._meter = Meter()
-        known = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
-        self.seeds = [*self.decoder.seeds, *known]
+        self._meter = meter
+        self.found = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+        self.seeds = [*self.decoder.seeds, *self.found]
         for _ in range(2):
             for seed in self.seeds:
                 self.decoder.run(seed)  # compiles, imports and caches before anything is counted
@@ -114,6 +122,10 @@ class Campaign:
                 )
         return taken
 
+    def start(self, draw: random.Random) -> bytes:
+        """What to mutate: mostly a real input, now and then one that was once a finding."""
+        return draw.choice(self.found if self.found and draw.random() < 0.1 else self.decoder.seeds)
+
     def report(self) -> None:
         """One line for the parent."""
         facts = {
@@ -135,7 +147,7 @@ class Campaign:
         while self.executions < runs and time.monotonic() < deadline:
             faulthandler.dump_traceback_later(HANG_S + 20, exit=True)
             for _ in range(1000):
-                start = draw.choice(self.seeds if draw.random() < 0.5 else pool)
+                start = self.start(draw) if draw.random() < 0.5 else draw.choice(pool)
                 data = self.decoder.mutate(start, draw, blind)
                 try:
                     taken = self.one(data)
@@ -162,9 +174,12 @@ class Campaign:
 
         def mutate(data: bytes, most: int, seed: int) -> bytes:
             # Guided steps away from what is real, and back to it: most of the far ones are refused.
-            start = draw.choice(self.seeds) if draw.random() < 0.5 else data
+            start = self.start(draw) if draw.random() < 0.5 else data
             return self.decoder.mutate(start, draw, blind)[:most]
 
+        # What was imported is not looked at again and again; garbage is small and waits.
+        gc.freeze()
+        gc.set_threshold(20_000)
         atexit.register(self.report)
         arguments = [
             sys.argv[0], str(found), f"-atheris_runs={runs}", f"-max_total_time={int(seconds)}",
@@ -187,16 +202,19 @@ def with_kernels() -> list[str]:
 def child(name: str, runs: int, seconds: float, seed: int) -> None:
     """The decoder's own process."""
     if importlib.util.find_spec("atheris") is None:
-        Campaign(name).unguided(runs, seconds, seed)
+        from tests.fuzz.decoders import decoders
+
+        Campaign(decoders()[name], Meter()).unguided(runs, seconds, seed)
         return
     import atheris
 
     with atheris.instrument_imports(
         include=["zapex"], exclude=with_kernels(), enable_loader_override=False
     ):
-        import tests.fuzz.decoders  # noqa: F401
+        from tests.fuzz.decoders import decoders
     with tempfile.TemporaryDirectory() as folder:
-        Campaign(name).guided(atheris, runs, seconds, seed, Path(folder))
+        campaign = Campaign(decoders()[name], Meter())
+        campaign.guided(atheris, runs, seconds, seed, Path(folder))
 
 
 def compiled_meter(folder: Path) -> str:

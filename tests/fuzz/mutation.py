@@ -129,36 +129,29 @@ _VALUES = (
     "18446744073709551616", "1" + "0" * 400, "0.5", "-1e308", "Infinity", "NaN", '""', '"x"',
     '"\\ud800"', '"0"', '"-1"', '"../x"', '"\\u0000"', "[]", "{}", "[[]]", "[0]", '{"": 0}',
 )  # fmt: skip
-_DEEP = 12
 
 
 def _value(draw: random.Random) -> Any:
     return json.loads(draw.choice(_VALUES))
 
 
-def _places(value: Any, found: list[tuple[Any, Any]], depth: int = 0) -> None:
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        found.append((value, key))
-        if isinstance(inner, (dict, list)) and inner and depth < _DEEP:
-            _places(inner, found, depth + 1)
+def _place(value: Any, draw: random.Random) -> tuple[Any, Any]:
+    """Somewhere inside a list or dict that is not empty: what holds it, and its key there."""
+    while True:
+        key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        inner = value[key]
+        if not inner or not isinstance(inner, (dict, list)) or draw.random() < 0.2:
+            return value, key
+        value = inner
 
 
-def mutate_json(text: bytes, draw: random.Random, blind: Blind) -> bytes:
-    """A document with some values replaced, keys dropped or added; or its bytes changed."""
-    if draw.random() < 0.15:
-        return blind(text)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return blind(text)
+def mutate_value(value: Any, draw: random.Random) -> Any:
+    """A JSON value with some values inside replaced, keys dropped or added; changed in place."""
     for _ in range(draw.randrange(1, 4)):
-        found: list[tuple[Any, Any]] = []
-        if isinstance(value, (dict, list)):
-            _places(value, found)
-        if not found or draw.random() < 0.02:
+        if not value or not isinstance(value, (dict, list)) or draw.random() < 0.02:
             value = _value(draw)
             continue
-        holder, key = draw.choice(found)
+        holder, key = _place(value, draw)
         choice = draw.random()
         if choice < 0.5:
             holder[key] = _value(draw)
@@ -169,8 +162,19 @@ def mutate_json(text: bytes, draw: random.Random, blind: Blind) -> bytes:
         elif choice < 0.8 and isinstance(holder[key], int):
             holder[key] += draw.choice((-1, 1, 64, 2**31))
         elif choice < 0.9:
-            other, there = draw.choice(found)
+            other, there = _place(value, draw)
             holder[key] = json.loads(json.dumps(other[there]))  # a copy: no circle
         else:
             holder[key] = [holder[key]]
-    return json.dumps(value).encode()
+    return value
+
+
+def mutate_json(text: bytes, draw: random.Random, blind: Blind) -> bytes:
+    """A document with some values replaced, keys dropped or added; or its bytes changed."""
+    if draw.random() < 0.15:
+        return blind(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return blind(text)
+    return json.dumps(mutate_value(value, draw)).encode()

@@ -5,14 +5,16 @@ import random
 import pytest
 
 from tests.fuzz.decoders import decoders
-from tests.fuzz.fuzz import CORPUS, Campaign, blind_with
+from tests.fuzz.fuzz import CORPUS, Campaign, Meter, blind_with
 
 NAMES = sorted(decoders())
 
 
 @pytest.fixture(scope="module")
 def campaigns():
-    return {name: Campaign(name) for name in NAMES}
+    meter = Meter()
+    yield {name: Campaign(decoder, meter) for name, decoder in decoders().items()}
+    meter.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,7 +33,7 @@ def test_mutants_are_taken_or_refused_in_little_memory(campaigns, name):
     campaign, draw = campaigns[name], random.Random(7)
     before, blind = campaign.taken, blind_with(draw)
     for _ in range(400):
-        campaign.one(campaign.decoder.mutate(draw.choice(campaign.seeds), draw, blind))
+        campaign.one(campaign.decoder.mutate(campaign.start(draw), draw, blind))
     assert before < campaign.taken < before + 400
 
 
