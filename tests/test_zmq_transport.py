@@ -1,10 +1,15 @@
 """Promises of the faces over ZeroMQ: memory is kept while it is sent, no answer is lost."""
 
+import os
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import zmq
 
 from tests.lossy_link import LossyLink
@@ -23,13 +28,14 @@ from tests.transport_rigs import (
     nothing_left_open,
     until,
 )
-from zapex import curve_keys, zmq_client, zmq_server
+from zapex import curve_keys, zmq_client, zmq_server, zmq_socket
 from zapex.batch import Batch, aligned_zeros
 from zapex.chunk_store import ChunkStore
 from zapex.experience_messages import Push
 from zapex.message_header import Kind
 from zapex.messages import encode
 from zapex.schema import BatchLayout
+from zapex.zmq_client import HELLO_S
 from zapex.zmq_socket import Gatekeeper, Security, connect, listen, receive, send
 from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource, ZmqSampleSource
 
@@ -51,6 +57,32 @@ def test_a_tracker_is_done_when_libzmq_has_let_go_of_every_part() -> None:
     dealer.close()
     context.term()
     until(lambda: held.done, lambda: None, "libzmq to let go")
+
+
+def send_buffers_locked() -> list[bool]:
+    """Of this process's tcp connections: the kernel may not make the send buffer larger."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            link.getpeername()
+            if link.family == socket.AF_INET:
+                found.append(bool(link.getsockopt(socket.SOL_SOCKET, 72) & 1))  # SO_BUF_LOCK
+    return found
+
+
+@pytest.mark.parametrize("far_us", [1, 1 << 31])
+def test_a_send_buffer_is_small_until_the_peer_is_found_to_be_far(far_us: int) -> None:
+    layout, later_s = layout_of(1000), [0.0]
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    link = make_link(server.url, "reader", 1, layout, clock_s=lambda: time.monotonic() + later_s[0])
+    turn = lambda: (server.turn(), link.do_work())  # noqa: E731
+    with mock.patch.object(zmq_socket, "_FAR_US", 1 << 31):
+        until(lambda: link.is_open, turn, "welcomes")
+    assert send_buffers_locked() == 4 * [True]
+    with mock.patch.object(zmq_socket, "_FAR_US", far_us):
+        heard, later_s[0] = link.counts["messages"], HELLO_S
+        until(lambda: link.counts["messages"] >= heard + 2, turn, "welcomes again")
+    assert send_buffers_locked() == 4 * [far_us > 1]
 
 
 def test_the_largest_part_that_is_allowed_passes_encrypted_too(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from zapex import messages
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
 from zapex.message_header import Form, Kind
 from zapex.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
-from zapex.zmq_socket import Security, connect, make_context, receive, send
+from zapex.zmq_socket import Security, connect, let_grow_if_far, make_context, receive, send
 
 HELLO_S = 1.0
 SILENT_S = 5.0  # a host with more work than cores is not a dead one
@@ -201,6 +201,8 @@ class ZmqLink:
             self._fault(channel, message)
         elif isinstance(message, Welcome):
             self._welcome(channel, message)
+            if not message.fresh:
+                let_grow_if_far(parts[0])
         elif message.kind in self.handlers:
             self.handlers[message.kind](message)
 

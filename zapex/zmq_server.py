@@ -22,7 +22,15 @@ from zapex.message_header import MAX_ACTORS, Form, Kind, Part
 from zapex.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.roster import Roster
 from zapex.zmq_guard import Guard
-from zapex.zmq_socket import Gatekeeper, Security, listen, make_context, receive, send
+from zapex.zmq_socket import (
+    Gatekeeper,
+    Security,
+    let_grow_if_far,
+    listen,
+    make_context,
+    receive,
+    send,
+)
 
 _SESSION_S = 10.0  # a host that was silent for so long may lose its actor numbers to another
 _FORGET_S = 60.0
@@ -311,6 +319,8 @@ class ZmqServer:
                 self._guard.hang_up(old)
             session.routes[hello.channel] = route
             self._routes[route] = session, hello.channel
+        else:
+            let_grow_if_far(frame)
         welcome = Welcome(
             self._incarnation, self.form.schema.hash, self.roster.epoch, self._params_version(),
             self.roster.actors, self.form.layout.chunk, fresh, self.actor_states(session.actors),

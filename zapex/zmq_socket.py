@@ -2,8 +2,12 @@
 
 import ctypes
 import ipaddress
+import os
 import resource
+import socket
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,11 @@ _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of 
 # M_MMAP_THRESHOLD (its largest value), M_TRIM_THRESHOLD, M_ARENA_MAX: of malloc.h, mallopt(3)
 _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
-# What the kernel holds of what a connection sends; it doubles this. As much as stays in a core's
-# second-level cache: left to itself it grows to megabytes, and every byte then goes through memory
-# three times (docs/decisions/0011-bytes-on-the-wire.md).
-_SEND_BUFFER_BYTES = 256 << 10
+# Of a connection, in the kernel (docs/decisions/0012-send-buffers.md); from this far on it is the
+# kernel's business again.
+_SEND_BUFFER_BYTES, _FAR_US = 256 << 10, 1000
+_SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on
+_MIN_RTT_AT = 148  # tcpi_min_rtt, microseconds, in Linux's struct tcp_info
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
     # libzmq's own heartbeats abort the process when a peer is lost whose messages wait to be read
@@ -208,6 +213,23 @@ def connect(
 def _set(socket: Any, options: dict[int, int]) -> None:
     for option, value in options.items():
         socket.setsockopt(option, value)
+
+
+def let_grow_if_far(frame: Any) -> None:
+    """The send buffer of the connection that `frame` came over grows again, where that pays.
+
+    To a peer a round trip of a millisecond or more away a small buffer would be the limit: what is
+    under way fits into it. Ask after a connection has lived for a while: the kernel remembers the
+    shortest round trip.
+    """
+    with suppress(OSError), socket.socket(fileno=os.dup(frame.get(zmq.SRCFD))) as link:
+        if link.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        facts = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+        (min_rtt_us,) = struct.unpack_from("=I", facts, _MIN_RTT_AT)
+        if min_rtt_us >= _FAR_US:
+            locked = link.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
+            link.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, locked & ~_SNDBUF_LOCKED)
 
 
 def receive(socket: Any) -> list[Any] | None:
