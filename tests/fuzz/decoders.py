@@ -24,7 +24,7 @@ from zmq.utils import z85
 
 from tests.fuzz import mutation
 from tests.fuzz.mutation import Blind
-from tests.fuzz.sessions import Sessions
+from tests.fuzz.sessions import LibrarySessions, RunSessions
 from zapex import checkpoint, curve_keys, snapshot
 from zapex import messages as m
 from zapex.batch import Batch, aligned_zeros
@@ -448,6 +448,10 @@ def _file_decoders() -> dict[str, Decoder]:
 
 def decoders() -> dict[str, Decoder]:
     """All of them, by name."""
-    sessions = Sessions(FORM, examples())
-    server = Decoder("server", [sessions.seed], sessions.run, sessions.mutate, 1 << 18)
-    return {**_message_decoders(), "server": server, **_file_decoders()}
+    run, library = RunSessions(FORM, examples()), LibrarySessions(FORM, examples())
+    return {
+        **_message_decoders(),
+        "server": Decoder("server", [run.seed], run.run, run.mutate, 1 << 18),
+        "library": Decoder("library", [library.seed], library.run, library.mutate, 1 << 18),
+        **_file_decoders(),
+    }

@@ -1,10 +1,13 @@
-"""A replay's server without a socket: whole sessions of a relay and a learner, mutated.
+"""A replay's server without a socket: whole sessions of its clients, mutated.
 
 Whatever clients say in whatever order, the server goes on, and what it answers is a message.
 """
 
+import itertools
 import random
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -17,11 +20,14 @@ from zapex import zmq_server
 from zapex.batch import aligned_zeros
 from zapex.errors import NotEnoughData
 from zapex.intake import Intake
+from zapex.library_desk import LibraryDesk
+from zapex.library_messages import CAN_SAMPLE, KEYS, SAMPLE, STATS, UPDATE
 from zapex.message_header import Form, decode_header
 from zapex.rate_limiter import LimiterConfig
 from zapex.replay import PrioritizedReplay, ReplayLayout
 from zapex.roster import Roster
 from zapex.shm_mailbox import Mailbox
+from zapex.url_link import CONFIG, form_of
 from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.zmq_server import ZmqServer
 from zapex.zmq_socket import Security
@@ -55,49 +61,66 @@ class _Anything:
 _ANYTHING = _Anything()
 
 
-class Sessions:
+Said = list[tuple[bytes, Any]]
+"""Messages in order; before each the name of the connection that it comes on."""
+
+
+def _pushes(route: bytes, example: m.Push) -> Said:
+    said = []
+    for sequence in range(2):
+        changed = {**vars(example), "actor": 0, "incarnation": 5, "sequence": sequence}
+        said.append((route, m.Push(**changed)))
+    return said
+
+
+class Sessions(ABC):
     """One execution is one life of a server; its memory is new each time."""
 
-    def __init__(self, form: Form, examples: dict[str, Any]) -> None:
-        self._form = form
-        layout = self._layout = ReplayLayout(form.schema, 16, 2, form.layout.chunk)
+    form: Form
+    config: dict[str, Any]
+
+    def __init__(self, layout: ReplayLayout, examples: dict[str, Any]) -> None:
+        self._layout = layout
         self._memory = aligned_zeros(layout.nbytes)
         self._roster = aligned_zeros(Roster.required_bytes(_ACTORS))
-        self._mailbox = aligned_zeros(Mailbox.required_bytes(form.parameter_bytes))
-        self._seed_messages = self._session(examples)
-        self.seed = mutation.joined(self._seed_messages)
+        said = self._session(examples)
+        self.seed = mutation.joined([mutation.joined([r, *m.encode(what)]) for r, what in said])
         self._others = [mutation.joined(m.encode(e)) for e in examples.values()]
 
-    def _session(self, examples: dict[str, Any]) -> list[bytes]:
-        """Both clients' lives; the first part of each message is the connection's name."""
-        schema = self._form.schema.hash
-        said: list[tuple[bytes, Any]] = []
-        for route, role, channel in ((b"a", "relay", 0), (b"b", "relay", 1), (b"c", "learner", 0),
-                                     (b"d", "learner", 1)):  # fmt: skip
-            hello = m.Hello(role, 7 if role == "relay" else 8, 5, channel, schema, 1, {})
-            said.append((route, hello))
-        push = vars(examples["push"])
-        for sequence in range(2):
-            changed = {**push, "actor": 0, "incarnation": 5, "sequence": sequence}
-            said.append((b"b", m.Push(**changed)))
-        said += [(b"c", m.Sample(1, 2)), (b"d", m.Publish(3, examples["publish"].parameters))]
-        said += [(b"a", m.Pull(0, 1)), (b"c", m.Update(1, 0, np.array([0, 1]), np.ones(2, "f4")))]
-        said += [(b"a", examples["stats"]), (b"a", m.Bye())]
-        return [mutation.joined([route, *m.encode(message)]) for route, message in said]
+    def _hellos(self, *clients: tuple[bytes, str, int]) -> Said:
+        """Of both connections of each client (their names, its role, the actors it wants)."""
+        schema, said = self.form.schema.hash, []
+        for host, (routes, role, actors) in enumerate(clients):
+            for channel, route in enumerate(routes):
+                hello = m.Hello(role, 7 + host, 5, channel, schema, actors, self.config)
+                said.append((bytes([route]), hello))
+        return said
+
+    @abstractmethod
+    def _session(self, examples: dict[str, Any]) -> Said:
+        """All clients' lives."""
+
+    @abstractmethod
+    def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
+        """What serves; the call is one duty cycle of it, after a message has come in."""
+
+    def _params_version(self) -> int:
+        return 0
 
     def run(self, data: bytes) -> bool:
         """True where no message was refused."""
-        for memory in (self._memory, self._roster, self._mailbox):
-            memory[:] = 0
-        layout, form = self._layout, self._form
+        self._memory[:] = 0
+        self._roster[:] = 0
+        layout = self._layout
         replay = PrioritizedReplay(
             layout.capacity, layout.schema, seed=1, streams=2, chunk=layout.chunk,
             buffer=self._memory,
         )  # fmt: skip
         roster = Roster(self._roster, _ACTORS, replay.store.header_rows)
-        mailbox = Mailbox(self._mailbox, form.parameter_bytes, create=True)
         inbox = [mutation.split(message) for message in mutation.split(data, _MOST)]
         inbox = [[parts[0] or b"a", *parts[1:]] for parts in inbox if parts]
+        inbox.reverse()
+        now: list[list[bytes]] = []  # the message that comes in this duty cycle
         answers: list[list[Any]] = []
 
         def send(socket: Any, parts: list[Any]) -> Any:
@@ -105,38 +128,22 @@ class Sessions:
             return _ANYTHING
 
         def receive(socket: Any) -> list[Any] | None:
-            return [_Frame(part) for part in inbox.pop(0)] if inbox else None
+            return [_Frame(part) for part in now.pop()] if now else None
 
         with mock.patch.multiple(
-            zmq_server, listen=_ANYTHING, Gatekeeper=_ANYTHING, send=send, receive=receive,
-            zmq=_ANYTHING, Guard=_ANYTHING,
+            zmq_server, make_context=_ANYTHING, listen=_ANYTHING, Gatekeeper=_ANYTHING, send=send,
+            receive=receive, zmq=_ANYTHING, Guard=_ANYTHING,
         ):  # fmt: skip
             server = ZmqServer(
-                "tcp://127.0.0.1:0", form, {}, roster, Security(), incarnation=1,
-                params_version=lambda: mailbox.version,
+                "tcp://127.0.0.1:0", self.form, self.config, roster, Security(), incarnation=1,
+                params_version=self._params_version,
             )  # fmt: skip
-            source = ZmqExperienceSource(server, replay.store)
-            sink, parameters = ZmqSampleSink(server, replay.store), ZmqParameters(server, mailbox)
-            limits = LimiterConfig(
-                samples_per_insert=0, min_size=1, tolerance=0, grant=layout.chunk, batch=1,
-                capacity=layout.capacity,
-            )  # fmt: skip
-            intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=1)
+            do_work = self._faces(server, replay)
             while inbox:
-                # One message, then all that a replay server does.
-                rest, inbox[:] = inbox[1:], inbox[:1]
-                intake.do_work(sink.issued, sink.released)
-                inbox[:] = rest
-                for keys, priorities in sink.updates():
-                    replay.update_priorities(keys, priorities)
-                for _ in range(sink.requests()):
-                    try:
-                        sink.answer(replay.draw(form.batch_size))
-                    except NotEnoughData:
-                        break
-                parameters.do_work()
+                now.append(inbox.pop())
+                do_work()
         for answer in answers:
-            m.decode(answer[1:], form)
+            m.decode(answer[1:], self.form)
         return not any(server.counts[name] for name in ("bad", "unknown", "forbidden", "refused"))
 
     def mutate(self, data: bytes, draw: random.Random, blind: Blind) -> bytes:
@@ -164,3 +171,93 @@ class Sessions:
         else:
             del said[i]
         return mutation.joined(said)
+
+
+class RunSessions(Sessions):
+    """A relay, a learner and a reader beside the replay server of a run."""
+
+    config: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, form: Form, examples: dict[str, Any]) -> None:
+        self.form = form
+        self._mailbox_memory = aligned_zeros(Mailbox.required_bytes(form.parameter_bytes))
+        super().__init__(ReplayLayout(form.schema, 16, 2, form.layout.chunk), examples)
+
+    def _session(self, examples: dict[str, Any]) -> Said:
+        said = self._hellos((b"ab", "relay", 1), (b"cd", "learner", 1), (b"ef", "reader", 0))
+        said += _pushes(b"b", examples["push"])
+        said += [(b"c", m.Sample(1, 2)), (b"d", m.Publish(3, examples["publish"].parameters))]
+        said += [(b"a", m.Pull(0, 1)), (b"c", m.Update(1, 0, np.array([0, 1]), np.ones(2, "f4")))]
+        said += [(b"e", m.Pull(0, 1)), (b"a", examples["stats"]), (b"a", m.Bye())]
+        return said
+
+    def _params_version(self) -> int:
+        return self._mailbox.version
+
+    def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
+        form, layout = self.form, self._layout
+        self._mailbox_memory[:] = 0
+        self._mailbox = Mailbox(self._mailbox_memory, form.parameter_bytes, create=True)
+        source = ZmqExperienceSource(server, replay.store)
+        sink, parameters = ZmqSampleSink(server, replay.store), ZmqParameters(server, self._mailbox)
+        limits = LimiterConfig(
+            samples_per_insert=0, min_size=1, tolerance=0, grant=layout.chunk, batch=1,
+            capacity=layout.capacity,
+        )  # fmt: skip
+        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=1)
+
+        def do_work() -> None:
+            intake.do_work(sink.issued, sink.released)
+            for keys, priorities in sink.updates():
+                replay.update_priorities(keys, priorities)
+            for _ in range(sink.requests()):
+                try:
+                    sink.answer(replay.draw(form.batch_size))
+                except NotEnoughData:
+                    break
+            parameters.do_work()
+
+        return do_work
+
+
+class LibrarySessions(Sessions):
+    """A client that writes and one that calls, beside a replay served as a library."""
+
+    config = CONFIG
+
+    def __init__(self, form: Form, examples: dict[str, Any]) -> None:
+        layout = ReplayLayout(form.schema, 16, 2, form.layout.chunk)
+        self.form = form_of(layout)
+        super().__init__(layout, examples)
+
+    def _session(self, examples: dict[str, Any]) -> Said:
+        said = self._hellos((b"ab", "client", 1), (b"cd", "client", 0))
+        said += _pushes(b"b", examples["push"])
+        keys, priorities = np.array([0, 1]), np.array([0.5, 2.0])
+        calls = [
+            m.Call(0, CAN_SAMPLE, rows=2), m.Call(1, SAMPLE, rows=2), m.Call(2, SAMPLE, rows=1),
+            m.Call(3, UPDATE, rows=2, keys=keys, priorities=priorities), m.Call(4, STATS),
+            m.Call(5, KEYS, rows=0, incarnation=5, option=1), m.Call(6, SAMPLE, rows=4, option=2),
+        ]  # fmt: skip
+        said += [(b"c", call) for call in calls]
+        return [*said, (b"a", m.Bye()), (b"c", m.Bye())]
+
+    def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
+        chunk = self._layout.chunk
+        limits = LimiterConfig(
+            samples_per_insert=1, min_size=1, tolerance=2 * chunk + self.form.batch_size,
+            grant=chunk, batch=self.form.batch_size, capacity=self._layout.capacity,
+        )  # fmt: skip
+        source = ZmqExperienceSource(server, replay.store)
+        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=1)
+        clock = itertools.count()  # a call that waits for the limiter is refused a few looks later
+        desk = LibraryDesk(
+            server, replay, intake.limiter, timeout_s=4.0, clock_s=lambda: float(next(clock))
+        )
+
+        def do_work() -> None:
+            intake.do_work(0, 0)
+            desk.do_work()
+            replay.inserted = intake.inserted
+
+        return do_work
