@@ -33,12 +33,15 @@ from benchmarks._harness import arguments, goal, write_json
 from benchmarks._namespaces import Places, Process
 from zapex.metrics import RoleMetrics
 from zapex.shm_segment import Segment
+from zapex.zmq_socket import SEND_BUFFER_BYTES
 
 SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]
 ACTORS = [1, 2, 4, 8]
 NETWORK = ("ipc", "tcp", "tcp+curve")
 WHAT = ("push", "pull", "sample")
+TUNED = ", our send buffer"  # a bare message with it, beside one with the system's
 ROUNDS = 3
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 REDIS_PUSH_RATIO, REDIS_PULL_RATIO, BARE_PUSH, BARE_SAMPLE = 1 / 15, 1 / 5, 1.3, 0.8
 
 WAIT, SHARE = 0.05, 0.05
@@ -89,7 +92,9 @@ class Cells:
     def _security(self, kind: str) -> dict[str, Any]:
         return served.securities(self._places.path("keys") if kind == "tcp+curve" else None)
 
-    def bare_zmq(self, kind: str, sizes: list[int]) -> list[Result]:
+    def bare_zmq(
+        self, kind: str, sizes: list[int], send_buffer_bytes: int | None = None
+    ) -> list[Result]:
         """The same bytes as one bare message."""
         url, keys = self._url(kind), None
         if kind == "tcp+curve":
@@ -97,8 +102,10 @@ class Cells:
 
             keys = zmq.curve_keypair()
         return self._with_server(
-            lambda: transport_roofs.zmq_server(url, keys),
-            lambda: transport_roofs.zmq_client(url, sizes, self._seconds, keys and keys[0]),
+            lambda: transport_roofs.zmq_server(url, keys, send_buffer_bytes),
+            lambda: transport_roofs.zmq_client(
+                url, sizes, self._seconds, keys and keys[0], send_buffer_bytes
+            ),
         )[0]
 
     def bare_tcp(self, sizes: list[int]) -> list[Result]:
@@ -164,7 +171,7 @@ class Cells:
             barrier.wait(60)
             return {
                 "push_us": latency["p50"], "push_mb_per_s": speed, "push_bytes": ours.push_bytes,
-                "pull_us": rig.pulls(ours.pull, self._seconds)["p50"],
+                "pull_us": transport_roofs.pulls(ours.pull, self._seconds)["p50"],
             }  # fmt: skip
 
         found = self._with_server(
@@ -212,6 +219,10 @@ def measure_rows(cells: Cells, rounds: int, with_redis: bool) -> Result:
         f"zapex {kind}": lambda kind=kind: cells.zapex(kind, setting) for kind in ("shm", *NETWORK)
     }
     todo |= {f"zmq {kind}": lambda kind=kind: cells.bare_zmq(kind, sizes) for kind in NETWORK}
+    todo |= {
+        f"zmq {kind}{TUNED}": lambda kind=kind: cells.bare_zmq(kind, sizes, SEND_BUFFER_BYTES)
+        for kind in ("tcp", "tcp+curve")
+    }
     todo |= {"tcp": lambda: cells.bare_tcp(sizes), "memcpy": lambda: cells.memcpy(sizes)}
     if with_redis:
         todo["redis"] = lambda: cells.redis()[0]
@@ -255,25 +266,29 @@ def goals(rows: Result, paced: Result) -> list[str]:
     """Each row of the issue beside what was measured."""
     lines = []
     for kind in ("tcp", "tcp+curve"):
-        ours, bare = rows[f"zapex {kind}"], rows[f"zmq {kind}"]
+        ours = rows[f"zapex {kind}"]
+        bares = [(name, rows[f"zmq {kind}{name}"]) for name in ("", TUNED)]
         lines.append(f"{kind}{'' if kind == 'tcp' else ' (the goals hold for tcp)'}")
         push, pull = ours["push_us"]["p50"], ours["pull_us"]["p50"]
         if "redis" in rows:
             redis = rows["redis"]
             ratio = push / redis["rpush_us"]["p50"]
             lines.append(goal("push of 800 / Redis's RPUSH of 45 MB", ratio, REDIS_PUSH_RATIO))
-        ratio = push / bare[0]["push_us"]["p50"]
-        lines.append(goal("push of 800 / a bare message of its bytes", ratio, BARE_PUSH))
+        for name, bare in bares:
+            ratio = push / bare[0]["push_us"]["p50"]
+            what = f"push of 800 / a bare message of its bytes{name}"
+            lines.append(goal(what, ratio, BARE_PUSH))
         if "redis" in rows:
             for name, by in (("get_us", "redis-py"), ("get_by_hand_us", "RESP by hand")):
                 ratio = pull / redis[name]["p50"]
                 what = f"pull of 13.17 MB / Redis's GET ({by})"
                 lines.append(goal(what, ratio, REDIS_PULL_RATIO))
-        speed = ours["sample_mb_per_s"] / bare[2]["pull_mb_per_s"]
-        what = "sample(512), two under way / bare messages of its bytes, two under way"
-        lines.append(goal(what, speed, BARE_SAMPLE, least=True))
-        speed = bare[2]["pull_us"]["p50"] / ours["sample_us"]["p50"]
-        lines.append(goal("... one at a time", speed, BARE_SAMPLE, least=True))
+        for name, bare in bares:
+            speed = ours["sample_mb_per_s"] / bare[2]["pull_mb_per_s"]
+            what = f"sample(512), two under way / bare messages of its bytes, as many{name}"
+            lines.append(goal(what, speed, BARE_SAMPLE, least=True))
+            speed = bare[2]["pull_us"]["p50"] / ours["sample_us"]["p50"]
+            lines.append(goal("... one at a time", speed, BARE_SAMPLE, least=True))
         for step_ms in STEPS_MS:
             found = paced[f"{kind} {step_ms} ms"]
             load = f"at {step_ms} ms a step ({found['load']:.0%} of all cores busy)"
@@ -307,6 +322,8 @@ def show(results: Result) -> None:
                 _time(found[i][f"{way}_us"]["p50"], rows["bytes"][i])
                 for i, way in enumerate(("push", "pull", "pull"))
             )
+            rested = found[1].get("rested_pull_us")
+            pull += f", rested {rested['p50'] / 1000:.2f}" if rested else ""
             more = found[2].get("pull_mb_per_s")
             sample += f", on {more:,.0f} MB/s" if more else ""
             table.add_row(f"bare {name}" if name != "memcpy" else name, push, pull, sample, "")
@@ -405,9 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = transport_redis.missing()
     if missing:
         print(f"without Redis: {missing}")
+    congestion = CONGESTION.read_text().strip()
     seconds, rounds = (0.1, 1) if options.quick else (0.4, ROUNDS)
     with Places() as places:
-        print(f"one run on {places.kind}")
+        print(f"one run on {places.kind}, congestion control {congestion}")
         cells = Cells(places, seconds)
         results = {
             "rows": measure_rows(cells, rounds, not missing),
@@ -421,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(goals(results["rows"], results["paced"])))
     if options.json:
         write_json(options.json, "transport", results, rounds=rounds, quick=options.quick,
-                   place=places.kind)  # fmt: skip
+                   place=places.kind, congestion_control=congestion)  # fmt: skip
     if options.plot:
         plot(results, options.plot)
     return 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.transport_roofs import rate, timed
+from benchmarks.transport_roofs import pulls, rate, timed
 from benchmarks.transport_server import BETA, PREFETCH, Setting, waiter
 from zapex.batch import Batch, aligned_zeros
 from zapex.chunk_store import ChunkStore
@@ -43,7 +43,6 @@ from zapex.zmq_transport import (
 )
 
 _DEADLINE_S = 60.0
-_REST_S = 0.03  # between two pulls: the next version is there by then
 
 
 def write_chunk(setting: Setting, store: ChunkStore, slot: int, rows: int, actor: int) -> None:
@@ -288,19 +287,6 @@ class ShmClient:
         while ring.tail > ring.head:
             os.sched_yield()
             assert time.monotonic() < deadline
-
-
-def pulls(pull: Callable[[], None], seconds: float) -> dict[str, Any]:
-    """Microseconds of pulls that find something newer."""
-    times: list[float] = []
-    stop = time.monotonic() + 2 * seconds
-    while len(times) < 6 or time.monotonic() < stop:
-        time.sleep(_REST_S)
-        start = time.perf_counter_ns()
-        pull()
-        times.append(time.perf_counter_ns() - start)
-    found = np.percentile(np.array(times[1:]) / 1000, [50, 99])
-    return {"p50": float(found[0]), "p99": float(found[1]), "n": len(times) - 1}
 
 
 def measure_network(client: NetworkClient, setting: Setting, seconds: float) -> dict[str, Any]:

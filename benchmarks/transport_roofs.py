@@ -1,6 +1,7 @@
 """What bounds a transport: the same bytes as a bare ZeroMQ message, over a bare socket, as memcpy.
 
 Each goes both ways: "push" is n bytes to the server and a few back, "pull" a few there and n back.
+Calls follow each other at once; "rested" pulls come 30 ms apart, as zapex's do, who wait for news.
 """
 
 import socket
@@ -16,6 +17,7 @@ from benchmarks._harness import clock_ns, percentiles
 _PULL, _PUSH = 1, 2
 _ASK = struct.Struct("<Bq")
 _TIMEOUT_S = 60
+_REST_S = 0.03  # between two pulls: the next version is there by then
 
 
 def timed(call: Callable[[], object], seconds: float, least: int = 5) -> dict[str, Any]:
@@ -27,6 +29,18 @@ def timed(call: Callable[[], object], seconds: float, least: int = 5) -> dict[st
         call()
         times.append(clock_ns() - start)
     return percentiles(times[2:], 1000)
+
+
+def pulls(pull: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Microseconds of pulls with a rest between them, after one that is not counted."""
+    times: list[float] = []
+    stop = time.monotonic() + 2 * seconds
+    while len(times) < 6 or time.monotonic() < stop:
+        time.sleep(_REST_S)
+        start = clock_ns()
+        pull()
+        times.append(clock_ns() - start)
+    return percentiles(times[1:], 1000)
 
 
 def rate(turn: Callable[[], int], seconds: float) -> float:
@@ -41,11 +55,15 @@ def rate(turn: Callable[[], int], seconds: float) -> float:
     return moved / (time.monotonic() - start) / 1e6
 
 
-def zmq_server(url: str, keys: tuple[bytes, bytes] | None = None) -> None:
-    """Answers for ever."""
+def zmq_server(
+    url: str, keys: tuple[bytes, bytes] | None = None, send_buffer_bytes: int | None = None
+) -> None:
+    """Answers for ever. send_buffer_bytes: of each connection; None: as the system has it."""
     import zmq
 
     router = zmq.Context().socket(zmq.ROUTER)
+    if send_buffer_bytes is not None:
+        router.sndbuf = send_buffer_bytes
     if keys:
         router.curve_server, (router.curve_publickey, router.curve_secretkey) = True, keys
     router.bind(url)
@@ -61,12 +79,18 @@ def zmq_server(url: str, keys: tuple[bytes, bytes] | None = None) -> None:
 
 
 def zmq_client(
-    url: str, sizes: list[int], seconds: float, key: bytes | None = None
+    url: str,
+    sizes: list[int],
+    seconds: float,
+    key: bytes | None = None,
+    send_buffer_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
     """Of each size: latency both ways, and throughput with two under way."""
     import zmq
 
     dealer = zmq.Context().socket(zmq.DEALER)
+    if send_buffer_bytes is not None:
+        dealer.sndbuf = send_buffer_bytes
     if key:
         dealer.curve_serverkey = key
         dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
@@ -95,6 +119,7 @@ def zmq_client(
             return take()
 
         found = {"push_us": timed(push, seconds), "pull_us": timed(pull, seconds)}
+        found["rested_pull_us"] = pulls(pull, seconds)
         ask()
         found["pull_mb_per_s"] = rate(turn, seconds)
         take()

@@ -30,7 +30,7 @@ _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 # Of a connection, in the kernel (docs/decisions/0012-send-buffers.md); from this far on it is the
 # kernel's business again.
-_SEND_BUFFER_BYTES, _FAR_US = 256 << 10, 1000
+SEND_BUFFER_BYTES, _FAR_US = 160 << 10, 1000
 _SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on
 _MIN_RTT_AT = 148  # tcpi_min_rtt, microseconds, in Linux's struct tcp_info
 _OPTIONS: dict[int, int] = {
@@ -49,7 +49,7 @@ _OPTIONS: dict[int, int] = {
     zmq.CONNECT_TIMEOUT: 5000,
     zmq.SNDHWM: _MESSAGES_PER_PEER,
     zmq.RCVHWM: _MESSAGES_PER_PEER,
-    zmq.SNDBUF: _SEND_BUFFER_BYTES,
+    zmq.SNDBUF: SEND_BUFFER_BYTES,
 }
 
 
