@@ -32,6 +32,7 @@ PARAMETER_BYTES = 4 * 3_292_837  # the dueling net of arXiv 2110.13506
 PREFETCH = 2  # batches under way: the default of the setting
 BETA = 0.4
 _RENEW_S = 0.015
+_LONGEST_WAIT_S = 0.2  # as a role's process waits
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,13 @@ class Server:
         mailbox.publish(1, value)
         renewed_s, before = time.monotonic(), 0
         while True:
-            if not self.role.do_work():
-                wait(self.role.ready, 0.005)
-            if time.monotonic() - renewed_s > _RENEW_S and (now := taken()) != before:
+            due_s = renewed_s + _RENEW_S - time.monotonic()
+            if (now := taken()) != before and due_s <= 0:
                 mailbox.publish(mailbox.version + 1, value)
                 renewed_s, before = time.monotonic(), now
+                due_s = _RENEW_S
+            if not self.role.do_work():
+                wait(self.role.ready, due_s if now != before else _LONGEST_WAIT_S)
 
 
 def serve_network(setting: Setting, url: str, security: Security, words: Any = None) -> None:

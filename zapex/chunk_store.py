@@ -137,9 +137,9 @@ def gather_innermost(mem: Any, base: int, at: Any, size: int, stack: int, item: 
 
 
 @kernel
-def _gather_columns(keys: Any, mem: Any, mem16: Any, bodies: int, body_bytes: int, obs_frames: int,
-                    next_frames: int, stack: int, step_table: Any, batch: Any,
-                    numbers: Any) -> None:  # fmt: skip
+def gather_columns(keys: Any, mem: Any, mem16: Any, bodies: int, body_bytes: int, obs_frames: int,
+                   next_frames: int, stack: int, step_table: Any, batch: Any,
+                   numbers: Any) -> None:  # fmt: skip
     """Everything but the frames; their numbers into `numbers` (B * 2 * stack).
 
     A loop of its own: each value lies on a line of its own, and so their cache misses overlap.
@@ -171,8 +171,8 @@ def gather_kernel(keys: Any, mem: Any, mem16: Any, headers: Any, bodies: int, bo
     """
     count = keys.shape[0]
     numbers = np.empty(2 * stack * count, np.int64)
-    _gather_columns(keys, mem, mem16, bodies, body_bytes, obs_frames, next_frames, stack,
-                    step_table, batch, numbers)  # fmt: skip
+    gather_columns(keys, mem, mem16, bodies, body_bytes, obs_frames, next_frames, stack,
+                   step_table, batch, numbers)  # fmt: skip
     # STEP columns-copied
     streaming = batch.shape[0] >= _STREAMED_BYTES
     for b in range(count):
