@@ -1,10 +1,13 @@
 """The command line: what wins over what, and one clear line for each mistake."""
 
+import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import types
 from pathlib import Path
@@ -291,6 +294,32 @@ def test_the_readme_names_commands_flags_and_targets_that_exist() -> None:
 
 def test_the_readmes_python_runs() -> None:
     exec(compile(blocks("python"), "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("lost", ["ignored by C", "made another error"])
+def test_a_ctrl_c_that_is_lost_on_its_way_ends_the_command_all_the_same(
+    lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def command(args: list[str]) -> int:
+        if lost == "ignored by C":
+            ctypes.CFUNCTYPE(None)(interrupted)()  # as Numba's callbacks are
+        try:
+            if lost == "made another error":
+                interrupted()
+        except KeyboardInterrupt:
+            raise ImportError("this extension failed to import") from None
+        time.sleep(20)
+        return 0
+
+    monkeypatch.setitem(cli._COMMANDS, "config", (command, ""))
+    began_s = time.monotonic()
+    assert cli.main(["config"]) == 130
+    assert time.monotonic() - began_s < 15
+    assert capsys.readouterr().err == "zapex: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_keygen_says_which_key_goes_where_and_keeps_what_is_there(

@@ -257,7 +257,7 @@ def test_the_doctor_says_by_its_exit_code_whether_something_is_too_small(capsys)
     assert doctor([FINE, BETTER]) == 0
     assert capsys.readouterr().out.endswith("taskset\nEverything that is needed is there.\n")
     assert doctor([FINE, FEW]) == 1
-    assert capsys.readouterr().out.endswith("ulimit -Sn 128\nToo small: open files\n")
+    assert capsys.readouterr().out.endswith("ulimit -Sn 128\nLacking: open files\n")
 
 
 def test_a_preflight_imports_neither_torch_nor_numba():

@@ -4,21 +4,30 @@ The only reader of `sys.argv` and `os.environ`. Nothing heavy is imported before
 that `zapex --help` is quick and a mistake is told before any process starts.
 """
 
+import contextlib
 import json
 import os
 import runpy
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zapex
 from zapex import cli_hosts
 from zapex.config import Config
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 from zapex.flags import nearest, parse, read_settings
-from zapex.settings import Resolved, new_run_directory, resolve, run_directory
+from zapex.settings import (
+    Resolved,
+    check_checkpoint,
+    new_run_directory,
+    resolve,
+    run_directory,
+)
 
 if TYPE_CHECKING:
     from zapex.environments import EnvironmentSpec
@@ -32,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return _dispatch(args)
+        with _every_interrupt():
+            return _dispatch(args)
     except ZapexError as error:
         print("zapex: " + " ".join(str(error).split()), file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
@@ -43,6 +53,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("zapex: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _every_interrupt() -> Iterator[None]:
+    """A Ctrl-C at any moment ends the command, and by a KeyboardInterrupt.
+
+    Numba loads kernels through callbacks from C, and what is raised in one of those goes nowhere:
+    it comes again a moment later. An extension that is being imported makes another error of it.
+    """
+    former_handler, former_hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    if former_handler is not signal.default_int_handler:
+        yield  # whoever has called us decides what a Ctrl-C means
+        return
+    main_thread = threading.main_thread().ident or 0
+    interrupted = False
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def hook(lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            former_hook(lost)
+
+    signal.signal(signal.SIGINT, handler)
+    sys.unraisablehook = hook
+    try:
+        yield
+    except Exception:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        sys.unraisablehook = former_hook
+        signal.signal(signal.SIGINT, former_handler)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -75,7 +125,7 @@ def _train(args: list[str]) -> int:
     run = resolve(args, "train", "Train on one host until stopped, or until a limit is reached.")
     config = run.config
     if config.run.resume:
-        _check_checkpoint(Path(config.run.resume), run.spec)
+        check_checkpoint(Path(config.run.resume), run.spec)
     else:
         config = config.replace(run_dir=str(new_run_directory(config)))
     from zapex import launch, preflight
@@ -105,18 +155,6 @@ def _until(config: Config, spec: "EnvironmentSpec") -> str:
         known = ", ".join(f"{name} {value:g}" for name, value in spec.references.items())
         text += f" Returns to compare with: {known}."
     return text
-
-
-def _check_checkpoint(run_dir: Path, spec: "EnvironmentSpec") -> None:
-    """Raises CheckpointError for one that is missing, damaged or of another environment."""
-    from zapex import checkpoint
-
-    path = checkpoint.latest(run_dir)
-    if path is None:
-        raise CheckpointError(f"{run_dir} has no checkpoint to go on from: start a new run")
-    loaded, facts = checkpoint.load(path), asdict(spec)
-    made_for = loaded.state.get("schema", {})
-    checkpoint.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})
 
 
 @dataclass(frozen=True)
@@ -176,7 +214,13 @@ def _eval(args: list[str]) -> int:
 
 
 def _doctor(args: list[str]) -> int:
-    run = resolve(args, "doctor", "Say whether this machine has what `zapex train` would need.")
+    if args and args[0] in cli_hosts.PARTS:
+        return cli_hosts.doctor(args[0], args[1:])
+    what = (
+        "Say whether this machine has what `zapex train` would need. `zapex doctor replay`, "
+        "`zapex doctor actor` and `zapex doctor learner` do it for one host of several."
+    )
+    run = resolve(args, "doctor", what)
     from zapex import preflight
 
     return preflight.doctor(_findings(run))
@@ -243,7 +287,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "actor": (cli_hosts.actor, "one run on many hosts: play for it on this host"),
     "learner": (cli_hosts.learner, "one run on many hosts: learn, evaluate, end it"),
     "keygen": (cli_hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
-    "doctor": (_doctor, "say whether this machine has what a run needs"),
+    "doctor": (_doctor, "say whether this machine has what a run needs, or one host of several"),
     "demo": (_demo, "watch a run that is hurt, or one on four hosts: zapex demo kill, cluster"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine, from the source tree"),

@@ -5,16 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zapex.addresses import DEFAULT_PORT
 from zapex.config import Config
 from zapex.errors import ConfigError
 from zapex.flags import parse, value_of
-from zapex.settings import Options, Resolved, new_run_directory, resolve
+from zapex.settings import Options, Resolved, check_checkpoint, new_run_directory, resolve
 
 if TYPE_CHECKING:
     from zapex.host_plan import Part
+    from zapex.preflight import Finding
     from zapex.run import Place
 
-DEFAULT_URL = "tcp://127.0.0.1:7711"
+PARTS: "tuple[Part, ...]" = ("replay", "actor", "learner")
+DEFAULT_URL = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,7 @@ def replay(args: list[str]) -> int:
         "how many actors all hosts may have together. With --schema FILE: the replay alone, as a "
         "library for any client, without an environment (zapex replay --schema FILE --help)."
     )
-    _refuse_resume(args, "replay")
-    run = resolve(args, "replay", what, _ReplayOptions)
-    config = _prepared(run, "replay")
-    from zapex import cluster
-
-    place = replace(
-        _place(run, "replay", run.more.listen), network_memory_bytes=run.more.network_memory << 20
-    )
-    return cluster.replay(config, run.spec, place)
+    return _part("replay", args, what)
 
 
 def actor(args: list[str]) -> int:
@@ -116,12 +111,7 @@ def actor(args: list[str]) -> int:
         "Play on this host for the run of a replay elsewhere; may come and go at any time. "
         "--actors is how many processes this host starts."
     )
-    _refuse_resume(args, "actor")
-    run = resolve(args, "actor", what, _JoinOptions, holds_replay=False)
-    config = _prepared(run, "actor")
-    from zapex import cluster
-
-    return cluster.actor(config, run.spec, _place(run, "actor", run.more.replay))
+    return _part("actor", args, what)
 
 
 def learner(args: list[str]) -> int:
@@ -131,48 +121,106 @@ def learner(args: list[str]) -> int:
         "Limits (--max-frames, ...) are counted here and end the whole run; Ctrl-C ends this host "
         "alone, and `zapex learner --resume RUN` goes on."
     )
-    run = resolve(args, "learner", what, _JoinOptions, holds_replay=False)
-    config = _prepared(run, "learner")
+    return _part("learner", args, what)
+
+
+def _part(part: "Part", args: list[str], what: str) -> int:
+    if part != "learner" and value_of("resume", args):
+        raise ConfigError(f"--resume is the learner's: `zapex {part}` has nothing to go on from")
+    run = _resolved(part, args, part, what)
+    place = _place(run, part)
+    config = _prepared(run, place)
     from zapex import cluster
 
-    return cluster.learner(config, run.spec, _place(run, "learner", run.more.replay))
+    return {"replay": cluster.replay, "actor": cluster.actor, "learner": cluster.learner}[part](
+        config, run.spec, place
+    )
 
 
-def _refuse_resume(args: list[str], command: str) -> None:
-    if value_of("resume", args):
-        raise ConfigError(f"--resume is the learner's: `zapex {command}` has nothing to go on from")
+def _resolved(part: "Part", args: list[str], command: str, what: str) -> Resolved:
+    if part == "replay":
+        return resolve(args, command, what, _ReplayOptions)
+    return resolve(args, command, what, _JoinOptions, holds_replay=False)
 
 
-def _place(run: Resolved, part: "Part", url: str) -> "Place":
+def _place(run: Resolved, part: "Part") -> "Place":
+    """Where this host stands, if it may and can stand there."""
+    from zapex import addresses
+    from zapex.hosts import security_of
     from zapex.run import Place
 
-    return Place(part, url, run.more.keys, run.more.insecure_network)
+    more = run.more
+    place = Place(part, more.listen if part == "replay" else more.replay, more.keys,
+                  more.insecure_network)  # fmt: skip
+    flag, check = (
+        ("--listen", addresses.check_free)
+        if part == "replay"
+        else ("--replay", addresses.check_known)
+    )
+    address = addresses.parse(place.url, flag)
+    security_of(place).check(place.url, flag)
+    check(address)
+    return (
+        replace(place, network_memory_bytes=more.network_memory << 20)
+        if part == "replay"
+        else place
+    )
 
 
-def _prepared(run: Resolved, part: "Part") -> Config:
+def _prepared(run: Resolved, place: "Place") -> Config:
     """The settings with a run directory, once this machine has what its part needs."""
-    config = run.config
+    config, part = run.config, place.part
     if config.run.inline:
         raise ConfigError(f"--inline is one process; `zapex {part}` is one of several")
-    if not config.run.resume:
+    if config.run.resume:
+        check_checkpoint(Path(config.run.resume), run.spec)
+    else:
         config = config.replace(
             run_dir=str(new_run_directory(config, part if part != "learner" else ""))
         )
     from zapex import preflight
-    from zapex.presets import explain, replay_bytes
+    from zapex.hosts import form_of
+    from zapex.presets import explain
+    from zapex.run import Run
+    from zapex.zmq_server import check_memory
 
-    schema = run.spec.schema(config.replay.n_step, config.replay.gamma)
-    preflight.demand(
-        preflight.check(
-            replay_bytes(schema, config) if part == "replay" else 1,
-            processes={"replay": 2, "actor": config.actor.actors + 2, "learner": 3}[part],
-            cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-            huge_pages=config.replay.huge_pages and part == "replay",
-        )
-    )
+    if part == "replay":
+        form = form_of(Run(config, run.spec, Path(config.run.run_dir), place=place))
+        check_memory(form, place.network_memory_bytes)
+    preflight.demand(_findings(run, part))
     print(run.spec.describe, *run.spec.notes, sep="\n")
     print(explain(run.chosen), flush=True)
     return config
+
+
+def _findings(run: Resolved, part: "Part") -> "list[Finding]":
+    """What the machine has for its part of this run and what it lacks."""
+    from zapex import preflight
+    from zapex.presets import replay_bytes
+
+    config = run.config
+    schema = run.spec.schema(config.replay.n_step, config.replay.gamma)
+    return preflight.check(
+        replay_bytes(schema, config) if part == "replay" else 1,
+        processes={"replay": 2, "actor": config.actor.actors + 2, "learner": 3}[part],
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        huge_pages=config.replay.huge_pages and part == "replay",
+    )
+
+
+def doctor(part: "Part", args: list[str]) -> int:
+    """Whether this host can be that part of a run on many hosts."""
+    what = (
+        f"Say whether this machine has what `zapex {part}` would need: memory, limits, the keys "
+        + ("and the address to listen at." if part == "replay" else "and a replay that answers.")
+    )
+    run = _resolved(part, args, f"doctor {part}", what)
+    from zapex import preflight
+
+    more = run.more
+    url = more.listen if part == "replay" else more.replay
+    link = preflight.check_link(part, url, more.keys, more.insecure_network)
+    return preflight.doctor([*_findings(run, part), *link])
 
 
 @dataclass(frozen=True)

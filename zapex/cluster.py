@@ -1,17 +1,15 @@
 """`zapex replay`, `zapex actor`, `zapex learner`: one run on several hosts, a parent on each."""
 
 import secrets
-import socket
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from zapex import checkpoint, recorders
+from zapex import addresses, recorders
 from zapex.config import Config
+from zapex.curve_keys import KEY_OF
 from zapex.environments import EnvironmentSpec
 from zapex.errors import (
-    CheckpointError,
     ConfigError,
     Fenced,
     PeerError,
@@ -20,7 +18,7 @@ from zapex.errors import (
     RunOver,
 )
 from zapex.host_plan import FENCED, NEWS, OVER
-from zapex.hosts import KEY_OF, security_of
+from zapex.hosts import security_of
 from zapex.launch import Session
 from zapex.messages import Bye, Welcome
 from zapex.monitor import Monitor
@@ -31,6 +29,7 @@ from zapex.zmq_client import ZmqLink
 _PATIENCE_S = 3.0  # until the first word of whom we wait for
 _REMINDER_S = 30.0
 _FAREWELL_S = 5.0
+_LOOK_S = 1.0
 
 
 @dataclass
@@ -76,30 +75,9 @@ class PartSession(Session):
 
 def replay(config: Config, spec: EnvironmentSpec, place: Place) -> int:
     """Own the memory and serve it at `place.url` until stopped, or until the run is over."""
-    security_of(place).check(place.url, "--listen")
-    _check_free(place.url)
     run = Run(config, spec, Path(config.run.run_dir), place=place)
     _make_directory(run)
     return PartSession(run).run_processes()
-
-
-def _check_free(url: str) -> None:
-    """Raises ConfigError for an address that the role could not have; it would try for long."""
-    parts = urlsplit(url)
-    if parts.scheme != "tcp":
-        return
-    if not parts.port:
-        raise ConfigError(
-            f"--listen {url} needs a port of its own: after a crash the others look for it there"
-        )
-    host = str(parts.hostname)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("" if host == "*" else host, parts.port))
-    except OSError as error:
-        raise ConfigError(f"--listen {url} cannot be had: {error.strerror}") from None
 
 
 def actor(config: Config, spec: EnvironmentSpec, place: Place) -> int:
@@ -122,8 +100,6 @@ def learner(config: Config, spec: EnvironmentSpec, place: Place) -> int:
     """Train on what the replay samples, until a limit is reached: that ends the whole run."""
     resume = config.run.resume
     run = Run(config, spec, Path(resume or config.run.run_dir), place=place)
-    if resume and checkpoint.latest(run.run_dir) is None:
-        raise CheckpointError(f"{run.run_dir} has no checkpoint to go on from")
     run = _joined(run)
     base = recorders.read_base(run.run_dir) if resume else {}
     _make_directory(run, exists=bool(resume))
@@ -164,7 +140,7 @@ def _joined(run: Run) -> Run:
     place = replace(place, host=secrets.randbits(62) + 1)
     link = _link(run, place)
     try:
-        welcome = _welcome(link)
+        welcome = _welcome(link, bool(place.keys))
     except Fenced as error:
         raise ConfigError(f"{error}: is its clock ahead of this one's?") from None
     except Refused as error:
@@ -195,7 +171,7 @@ def _link(run: Run, place: Place) -> ZmqLink:
     )  # fmt: skip
 
 
-def _welcome(link: ZmqLink) -> Welcome:
+def _welcome(link: ZmqLink, encrypted: bool) -> Welcome:
     """The replay's first answer, however long it takes."""
     began_s, due_s = time.monotonic(), _PATIENCE_S
     while True:
@@ -205,4 +181,20 @@ def _welcome(link: ZmqLink) -> Welcome:
             waited_s = time.monotonic() - began_s
             if waited_s >= due_s:
                 due_s = waited_s + _REMINDER_S
-                print(link.waiting or f"waiting for the replay at {link.url}", flush=True)
+                waiting = link.waiting or f"waiting for the replay at {link.url}"
+                silent = link.silent_s >= _PATIENCE_S  # else it has said itself what is amiss
+                why = f": {_why(link.url, encrypted)}" if silent else ""
+                print(waiting + why, flush=True)
+
+
+def _why(url: str, encrypted: bool) -> str:
+    """What there is instead of an answer."""
+    try:
+        found = addresses.mechanism(addresses.parse(url, "--replay"), _LOOK_S)
+    except ConnectionError as error:
+        return f"{error}; is `zapex replay` started there?"
+    if encrypted != (found == "CURVE"):
+        return "it has no keys: leave --keys out" if encrypted else "it has keys: give --keys DIR"
+    return "somebody listens; it is about to start" + (
+        ", or its keys are of another `zapex keygen`" if encrypted else ""
+    )

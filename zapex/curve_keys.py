@@ -17,6 +17,8 @@ from zapex.errors import ConfigError
 
 SERVER = "replay"
 CLIENTS = ("relay", "learner", "reader", "client")
+KEY_OF = {"replay": SERVER, "actor": "relay", "learner": "learner"}
+"""Part of a run -> whose key its host has."""
 _PUBLIC = "public.json"
 _KEY_CHARACTERS = 40  # 32 bytes as Z85
 _MOST_BYTES = 1 << 14  # of a file

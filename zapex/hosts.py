@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.cluster_stats import SILENT_S, StatsDesk, StatsReader, StatsSender
+from zapex.curve_keys import KEY_OF
 from zapex.errors import Fenced, PeerTimeout, Refused, RunOver
 from zapex.host_plan import FENCED, NEWS, NOTICE, OVER, REFUSED
 from zapex.message_header import Form
@@ -33,8 +34,6 @@ _NEWS_PERIOD_S = 30.0  # between two reminders of the same trouble
 _LOOK_S = 0.5
 _FAREWELL_S = 6.0  # relays hear with their next hello that the run is over, and send the rest
 _OPEN_S = 5.0
-KEY_OF = {"replay": "replay", "actor": "relay", "learner": "learner"}
-"""Part of a run -> whose key its host has."""
 
 
 def form_of(run: Run) -> Form:

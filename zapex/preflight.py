@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from zapex import addresses, curve_keys
 from zapex.errors import ConfigError, ZapexError
 from zapex.machine import Machine, memory_fact, tasks_room
 
@@ -29,6 +30,7 @@ _DESCRIPTORS = 64
 _DESCRIPTORS_PER_PROCESS = 16  # pidfd and log in the parent; segments, eventfds, sockets, files
 _THREADS_PER_PROCESS = 8  # of the libraries, the emulators, the terminal
 _MADV_POPULATE_WRITE = 23
+_ANSWER_S = 5.0
 _LIMITS = {
     errno.EMFILE: "raise the limit of open files, `ulimit -n`",
     errno.ENFILE: "the whole machine has too many open files",
@@ -51,9 +53,9 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ "ok", "could be better" or "too small"."""
+        """ "ok", "could be better" or "lacking"."""
         if not self.enough:
-            return "too small"
+            return "lacking"
         return "could be better" if self.mend else "ok"
 
     def __str__(self) -> str:
@@ -91,8 +93,54 @@ def check(
     ]
 
 
+def check_link(part: str, url: str, keys: str, insecure_network: bool) -> list[Finding]:
+    """What one host of several needs besides: its keys, and the address of the replay.
+
+    part: "replay" listens at the URL, "actor" and "learner" look for somebody who does.
+    Raises ConfigError for a URL that is none.
+    """
+    from zapex.zmq_socket import Security
+
+    flag = "--listen" if part == "replay" else "--replay"
+    address = addresses.parse(url, flag)
+    role = curve_keys.KEY_OF[part]
+    wanted = f"{role}.key and public.json, or an address of this machine"
+    try:
+        Security.load(keys, role, insecure_network).check(url, flag)
+        own = Finding("keys", f"{role}.key in {keys}" if keys else "none", True, wanted)
+    except ConfigError as error:
+        own = Finding("keys", "not in order", False, wanted, str(error))
+    try:
+        if part == "replay":
+            addresses.check_free(address)
+            return [own, Finding("address", f"{url} is free", True)]
+        addresses.check_known(address)
+    except ConfigError as error:
+        return [own, Finding("address", "not to be had", False, url, str(error))]
+    return [own, _answer(address, bool(keys))]
+
+
+def _answer(address: addresses.Address, encrypted: bool) -> Finding:
+    """Whether a replay answers, and wants the keys that there are."""
+    needed = "a replay " + ("with keys" if encrypted else "without keys")
+    try:
+        found = addresses.mechanism(address, _ANSWER_S)
+    except ConnectionError as error:
+        mend = f"start `zapex replay --listen` at {address.url}, and look for firewalls between"
+        return Finding("replay", str(error), False, needed, mend)
+    has_keys = found == "CURVE"
+    mend = "leave --keys out" if encrypted else "give --keys DIR, of `zapex keygen`"
+    return Finding(
+        "replay",
+        "answers, and has " + ("keys" if has_keys else "no keys"),
+        has_keys == encrypted,
+        needed,
+        "" if has_keys == encrypted else mend,
+    )
+
+
 def demand(findings: Sequence[Finding]) -> None:
-    """Raise ConfigError with everything that is too small; silent where nothing is."""
+    """Raise ConfigError with everything that is lacking; silent where nothing is."""
     wrong = [str(finding) for finding in findings if not finding.enough]
     if wrong:
         raise ConfigError("this machine has too little for the run. " + ". ".join(wrong))
@@ -115,13 +163,13 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def doctor(findings: Sequence[Finding]) -> int:
-    """Print the findings as a table. Returns the exit code: 1 where something is too small."""
+    """Print the findings as a table. Returns the exit code: 1 where something is lacking."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"ok": "green", "could be better": "yellow", "too small": "bold red"}
+    colours = {"ok": "green", "could be better": "yellow", "lacking": "bold red"}
     table = Table(box=box.SIMPLE)
     for heading in ("", "what", "found", "needed"):
         table.add_column(heading, overflow="fold")
@@ -133,7 +181,7 @@ def doctor(findings: Sequence[Finding]) -> int:
         if finding.mend:  # not in the table: a command that is wrapped cannot be copied
             print(f"{finding.what}: {finding.mend}")
     wrong = [finding.what for finding in findings if not finding.enough]
-    print("Too small: " + ", ".join(wrong) if wrong else "Everything that is needed is there.")
+    print("Lacking: " + ", ".join(wrong) if wrong else "Everything that is needed is there.")
     return 1 if wrong else 0
 
 

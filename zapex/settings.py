@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from zapex.config import (
     RunConfig,
     merged,
 )
-from zapex.errors import ConfigError
+from zapex.errors import CheckpointError, ConfigError
 from zapex.flags import key_values, nearest, parse, read_settings, value_of, values_of
 
 if TYPE_CHECKING:
@@ -159,3 +159,15 @@ def new_run_directory(config: Config, part: str = "") -> Path:
             f"`zapex train --resume {path}`"
         )
     return path
+
+
+def check_checkpoint(run_dir: Path, spec: "EnvironmentSpec") -> None:
+    """Raises CheckpointError for one that is missing, damaged or of another environment."""
+    from zapex import checkpoint
+
+    path = checkpoint.latest(run_dir)
+    if path is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint to go on from: start a new run")
+    loaded, facts = checkpoint.load(path), asdict(spec)
+    made_for = loaded.state.get("schema", {})
+    checkpoint.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})

@@ -50,6 +50,20 @@ MAY_SEND = {
 }  # fmt: skip
 
 
+def check_memory(form: Form, memory_bytes: int) -> None:
+    """Raises ConfigError where messages of this form need more."""
+    least = _least_memory(form)
+    if memory_bytes < least:
+        raise ConfigError(
+            f"--network-memory must be at least {-(-least >> 20)} MiB for batches and "
+            f"parameters of this size, got {memory_bytes >> 20}"
+        )
+
+
+def _least_memory(form: Form) -> int:
+    return 4 * (form.largest_answer_bytes + form.parameter_bytes)
+
+
 @dataclass(eq=False)
 class Session:
     """A client, from its hello on: its two connections (routing ids), and what it waits for."""
@@ -102,14 +116,9 @@ class ZmqServer:
         self._params_version, self._clock_s = params_version, clock_s
         self._secure = security.keys is not None
         security.check(url, "--listen")
-        least = 4 * (form.largest_answer_bytes + form.parameter_bytes)
         if memory_bytes is None:
-            memory_bytes = max(MEMORY_BYTES, least)
-        if memory_bytes < least:
-            raise ConfigError(
-                f"--network-memory must be at least {-(-least >> 20)} MiB for batches and "
-                f"parameters of this size, got {memory_bytes >> 20}"
-            )
+            memory_bytes = max(MEMORY_BYTES, _least_memory(form))
+        check_memory(form, memory_bytes)
         self._context: Any = make_context()
         self._gate = Gatekeeper(self._context, security.keys)
         try:

@@ -1,7 +1,6 @@
 """Sockets of a run: their limits, who may connect, and what a network that is not ours demands."""
 
 import ctypes
-import ipaddress
 import os
 import resource
 import socket
@@ -11,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 
-from zapex import curve_keys
+from zapex import addresses, curve_keys
 from zapex.curve_keys import RoleKeys
 from zapex.errors import ConfigError, PeerError
 from zapex.message_header import MAX_PARTS
@@ -72,28 +70,13 @@ class Security:
 
     def check(self, url: str, flag: str) -> None:
         """Raises ConfigError for a URL that is none, or that is not safe without keys."""
-        parts = urlsplit(url)
-        try:
-            named = parts.scheme == "tcp" and parts.hostname and parts.port is not None
-        except ValueError:
-            named = False
-        if not (named or (parts.scheme == "ipc" and parts.path)):
-            raise ConfigError(f"{flag} must be tcp://HOST:PORT or ipc:///PATH, got {url!r}")
-        if parts.scheme == "ipc" or self.keys or self.insecure_network:
+        if addresses.parse(url, flag).is_loopback or self.keys or self.insecure_network:
             return
-        if not _is_loopback(str(parts.hostname)):
-            raise ConfigError(
-                f"{flag} {url} is reached from other machines, and there are no keys: make them "
-                "with `zapex keygen DIR` and give --keys DIR; or say --insecure-network where "
-                "everybody who can reach it may read and change everything"
-            )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        raise ConfigError(
+            f"{flag} {url} is reached from other machines, and there are no keys: make them "
+            "with `zapex keygen DIR` and give --keys DIR; or say --insecure-network where "
+            "everybody who can reach it may read and change everything"
+        )
 
 
 class Gatekeeper:
@@ -178,6 +161,7 @@ def listen(
         router.curve_publickey = security.keys.public.encode()
         router.curve_secretkey = security.keys.secret.encode()
     try:
+        router.ipv6 = addresses.parse(url, "--listen").is_ipv6
         router.bind(url)
     except zmq.ZMQError as error:
         router.close()
@@ -206,6 +190,7 @@ def connect(
         dealer.curve_serverkey = security.keys.publics[curve_keys.SERVER].encode()
         dealer.curve_publickey = security.keys.public.encode()
         dealer.curve_secretkey = security.keys.secret.encode()
+    dealer.ipv6 = addresses.parse(url, "--replay").is_ipv6
     dealer.connect(url)
     return dealer
 
