@@ -1,6 +1,7 @@
 """The replay's side of the transport benchmark: the real role over either transport."""
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -116,18 +117,20 @@ class Server:
         mailbox: Mailbox,
         taken: Callable[[], int],
     ) -> None:
-        """For ever. Parameters are renewed some time after they were taken: `taken()` has grown."""
+        """For ever. Parameters are renewed `_RENEW_S` after they were taken: `taken()` has grown."""
         value = np.zeros(mailbox.value_bytes, np.uint8)
         mailbox.publish(1, value)
-        renewed_s, before = time.monotonic(), 0
+        before, due_s = 0, math.inf
         while True:
-            due_s = renewed_s + _RENEW_S - time.monotonic()
-            if (now := taken()) != before and due_s <= 0:
+            done = self.role.do_work()
+            now, now_s = taken(), time.monotonic()
+            if now != before:
+                before, due_s = now, min(due_s, now_s + _RENEW_S)
+            if now_s >= due_s:
                 mailbox.publish(mailbox.version + 1, value)
-                renewed_s, before = time.monotonic(), now
-                due_s = _RENEW_S
-            if not self.role.do_work():
-                wait(self.role.ready, due_s if now != before else _LONGEST_WAIT_S)
+                due_s = math.inf
+            elif not done:
+                wait(self.role.ready, min(due_s - now_s, _LONGEST_WAIT_S))
 
 
 def serve_network(setting: Setting, url: str, security: Security, words: Any = None) -> None:

@@ -276,10 +276,12 @@ class ZmqParameters:
         server.chores.append(self.do_work)
 
     def _publish(self, session: Session, publish: Publish) -> None:
-        if publish.version > self._mailbox.version:
+        newer = publish.version > self._mailbox.version
+        if newer:
             self._mailbox.publish(publish.version, np.frombuffer(publish.parameters, np.uint8))
-            self._keep(publish.version, publish.parameters)
         self._server.send(session, SMALL, PublishAck(0, self._mailbox.version))
+        if newer:
+            self._keep(publish.version, publish.parameters)
         self.do_work()
 
     def _pull(self, session: Session, pull: Pull) -> None:

@@ -28,7 +28,7 @@ _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
 # Of a connection, in the kernel (docs/decisions/0012-send-buffers.md); from this far on it is the
 # kernel's business again.
-SEND_BUFFER_BYTES, _FAR_US = 160 << 10, 1000
+SEND_BUFFER_BYTES, _FAR_US = 160 << 10, 200
 _SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on
 _MIN_RTT_AT = 148  # tcpi_min_rtt, microseconds, in Linux's struct tcp_info
 _OPTIONS: dict[int, int] = {
@@ -203,8 +203,8 @@ def _set(socket: Any, options: dict[int, int]) -> None:
 def let_grow_if_far(frame: Any) -> None:
     """The send buffer of the connection that `frame` came over grows again, where that pays.
 
-    To a peer a round trip of a millisecond or more away a small buffer would be the limit: what is
-    under way fits into it. Ask after a connection has lived for a while: the kernel remembers the
+    To a peer beyond this machine's own links a small buffer would be the limit: what is under way
+    fits into it. Ask after a connection has lived for a while: the kernel remembers the
     shortest round trip.
     """
     with suppress(OSError), socket.socket(fileno=os.dup(frame.get(zmq.SRCFD))) as link:
