@@ -51,13 +51,17 @@ FORM = Form(LAYOUT, batch_size=2, parameter_bytes=8, metrics_bytes=16, episode_b
 
 @dataclass(frozen=True)
 class Decoder:
-    """One decoder. limit_bytes: declared, of what it may hold for one input, the input apart."""
+    """One decoder. limit_bytes: declared, of what it may hold for one input, the input apart.
+
+    renew: an input that was kept, as the present version of the format would have it.
+    """
 
     name: str
     seeds: Sequence[bytes]
     run: Callable[[bytes], bool]  # True: taken, False: refused
     mutate: Callable[[bytes, random.Random, Blind], bytes]
     limit_bytes: int
+    renew: Callable[[bytes], bytes] = bytes
 
 
 # Messages.
@@ -191,6 +195,10 @@ class _BatchRun:
         return True
 
 
+def _renewed(data: bytes) -> bytes:
+    return mutation.joined(mutation.renewed(mutation.split(data)))
+
+
 def _message_decoders() -> dict[str, Decoder]:
     encoded = {name: m.encode(message) for name, message in examples().items()}
     seeds = {name: mutation.joined(parts) for name, parts in encoded.items()}
@@ -208,7 +216,7 @@ def _message_decoders() -> dict[str, Decoder]:
             return mutation.mutate_message(data, draw, blind, kind, others)
 
         limit = max(FORM.largest_request_bytes, FORM.largest_answer_bytes)
-        return Decoder(name, [seeds[name]], runs[name], mutate, limit)
+        return Decoder(name, [seeds[name]], runs[name], mutate, limit, _renewed)
 
     assert set(kinds.values()) == set(Kind)
     return {name: decoder(name) for name in seeds}
@@ -449,9 +457,8 @@ def _file_decoders() -> dict[str, Decoder]:
 def decoders() -> dict[str, Decoder]:
     """All of them, by name."""
     run, library = RunSessions(FORM, examples()), LibrarySessions(FORM, examples())
-    return {
-        **_message_decoders(),
-        "server": Decoder("server", [run.seed], run.run, run.mutate, 1 << 18),
-        "library": Decoder("library", [library.seed], library.run, library.mutate, 1 << 18),
-        **_file_decoders(),
+    sessions = {
+        name: Decoder(name, [one.seed], one.run, one.mutate, 1 << 18, one.renew)
+        for name, one in (("server", run), ("library", library))
     }
+    return {**_message_decoders(), **sessions, **_file_decoders()}

@@ -97,7 +97,7 @@ class Campaign:
         self.decoder = decoder
         self.executions = self.taken = self.peak_bytes = 0
         self._meter = meter
-        self.found = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+        self.found = [decoder.renew(p.read_bytes()) for p in sorted((CORPUS / name).glob("*"))]
         self.seeds = [*self.decoder.seeds, *self.found]
         for _ in range(2):
             for seed in self.seeds:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zapex.message_header import HEADER
+from zapex.message_header import HEADER, MAGIC, VERSION
 
 Blind = Callable[[bytes], bytes]
 """The engine's own mutation of some bytes: coverage-guided where there is an engine for that."""
@@ -23,7 +23,7 @@ _FIELDS = (  # offset, format: those of message_header.HEADER that a reader look
 )  # fmt: skip
 _NEAR = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 255, 256, 4095, 4096, 65535)
 _FAR = (-1, -2, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**63))
-_LENGTH_AT, _CRC_AT, _KIND_AT = 40, 60, 6
+_VERSION_AT, _KIND_AT, _LENGTH_AT, _CRC_AT = 4, 6, 40, 60
 
 
 def joined(parts: Sequence[Any]) -> bytes:
@@ -78,20 +78,35 @@ def _change_body(parts: list[bytes], draw: random.Random, blind: Blind) -> None:
         del parts[i]
 
 
+def _write_checksum(head: bytearray, body: Sequence[bytes]) -> None:
+    crc = zlib.crc32(head[:_CRC_AT])
+    for part in body:
+        crc = zlib.crc32(part, crc)
+    struct.pack_into("<I", head, _CRC_AT, crc)
+
+
+def renewed(parts: list[bytes]) -> list[bytes]:
+    """An older version's message as this one's: otherwise it would be refused for that alone."""
+    if not parts or len(parts[0]) != HEADER.size:
+        return parts
+    head = bytearray(parts[0])
+    struct.pack_into("<H", head, _VERSION_AT, VERSION)
+    _write_checksum(head, parts[1:])
+    return [bytes(head), *parts[1:]]
+
+
 def seal(parts: list[bytes], draw: random.Random, kind: int) -> None:
     """Make length, checksum and kind right, each with some exceptions; in place."""
     head = bytearray(parts[0].ljust(HEADER.size, b"\0")[: HEADER.size])
     if draw.random() < 0.97:
-        head[:4], head[4:6] = b"ZAPX", b"\1\0"
+        head[:4] = MAGIC
+        struct.pack_into("<H", head, _VERSION_AT, VERSION)
     if draw.random() < 0.97:
         struct.pack_into("<H", head, _KIND_AT, kind)
     if draw.random() < 0.97:
         struct.pack_into("<Q", head, _LENGTH_AT, sum(map(len, parts[1:])))
     if draw.random() < 0.97:
-        crc = zlib.crc32(head[:_CRC_AT])
-        for part in parts[1:]:
-            crc = zlib.crc32(part, crc)
-        struct.pack_into("<I", head, _CRC_AT, crc)
+        _write_checksum(head, parts[1:])
     parts[0] = bytes(head)
 
 

@@ -146,6 +146,13 @@ class Sessions(ABC):
             m.decode(answer[1:], self.form)
         return not any(server.counts[name] for name in ("bad", "unknown", "forbidden", "refused"))
 
+    def renew(self, data: bytes) -> bytes:
+        """A session as this version's clients would have it."""
+        said = [mutation.split(message) for message in mutation.split(data, _MOST)]
+        return mutation.joined(
+            [mutation.joined([*parts[:1], *mutation.renewed(parts[1:])]) for parts in said]
+        )
+
     def mutate(self, data: bytes, draw: random.Random, blind: Blind) -> bytes:
         """One message of the session changed, moved, doubled or dropped."""
         said = mutation.split(data, _MOST)

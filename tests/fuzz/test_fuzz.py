@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from tests.fuzz.decoders import decoders
+from tests.fuzz.decoders import decoders, examples
 from tests.fuzz.fuzz import CORPUS, Campaign, Meter, blind_with
 
 NAMES = sorted(decoders())
+KINDS = sorted(examples())
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def test_a_real_input_is_taken(campaigns, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_once_found_is_taken_or_refused_in_little_memory(campaigns, name):
-    for path in sorted((CORPUS / name).glob("*")):
-        campaigns[name].one(path.read_bytes())
+    for data in campaigns[name].found:
+        campaigns[name].one(data)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,6 +37,17 @@ def test_mutants_are_taken_or_refused_in_little_memory(campaigns, name):
     for _ in range(mutants):
         campaign.one(campaign.decoder.mutate(campaign.start(draw), draw, blind))
     assert before < campaign.taken < before + mutants
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CORPUS.iterdir()))
+def test_what_was_found_is_of_the_present_version(campaigns, name):
+    decoder, seed = campaigns[name].decoder, campaigns[name].decoder.seeds[0]
+    assert decoder.renew(seed) == seed
+    if name in KINDS:
+        old = bytearray(seed)
+        old[8:10] = b"\xff\0"  # behind the length of the first part and the magic
+        assert not decoder.run(bytes(old))
+        assert decoder.renew(bytes(old)) == seed
 
 
 def test_every_folder_of_the_corpus_belongs_to_a_decoder():
