@@ -117,7 +117,7 @@ class Server:
         mailbox: Mailbox,
         taken: Callable[[], int],
     ) -> None:
-        """For ever. Parameters are renewed `_RENEW_S` after they were taken: `taken()` has grown."""
+        """For ever; parameters are renewed `_RENEW_S` after `taken()` has grown."""
         value = np.zeros(mailbox.value_bytes, np.uint8)
         mailbox.publish(1, value)
         before, due_s = 0, math.inf
