@@ -2,18 +2,21 @@
 
     python -m tests.stress.network_kills [--kills 300] [--cuts 100] [--long-cut 60] [--json FILE]
 
-A replay server, an actor host's relay and a learner, each a process, talk over tcp through a link
-that is one more process. What their parents own in a real run (the replay's memory, the slots of
-the actors' host) is shared memory here; the three are killed with SIGKILL at random times and
-forked again, and the link is cut, or frozen (half open), or cuts messages short. The replay's
-memory is large enough that nothing is evicted: at the end it must hold every chunk that was ever
-committed on the actors' host, whole and once, each incarnation from its first on without a gap.
+A replay server, an actor host's actor and relay, and a learner, each a process, talk over tcp
+through a link that is one more process. What their parents own in a real run (the replay's memory,
+the memory of the actor host) is shared memory here; the four are killed with SIGKILL at random
+times and forked again, the actor alone or together with its relay, and the link is cut, or frozen
+(half open), or cuts messages short. The replay's memory is large enough that nothing is evicted: at
+the end it must hold every chunk that was ever committed on the actors' host, whole and once, each
+incarnation from its first on without a gap, and every slot of the actor host must be free.
 """
 
 import argparse
 import json
 import mmap
+import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -26,35 +29,49 @@ import numpy as np
 from benchmarks._harness import add_json
 from tests.lossy_link import LossyLink
 from tests.stress.forks import Child, sleep_until
-from tests.test_zmq_faults import Relay
 from tests.transport_rigs import (
     BATCH,
     BETA,
+    OPEN,
     PARAMETER_BYTES,
     SCHEMA,
     Memory,
     NetworkReplay,
     layout_of,
+    make_intake,
     make_link,
 )
 from zapex.batch import Batch
-from zapex.chunk_store import ChunkStore
+from zapex.chunk_store import set_state_kernel
+from zapex.host_plan import HostPlan
+from zapex.roles.relay import Outbox, Relay
 from zapex.schema import (
     ACTOR,
     COMMITTED,
     COUNT,
+    FREE,
     HOST,
     INCARNATION,
     LIVE,
+    NO_FRAME,
     SEQUENCE,
     STATE,
+    STREAM,
     BatchLayout,
 )
-from zapex.zmq_transport import ZmqParameterSink, ZmqSampleSource
+from zapex.shm_transport import Host
+from zapex.zmq_transport import (
+    ChunkSender,
+    ZmqParameterSink,
+    ZmqParameterSource,
+    ZmqSampleSource,
+)
 
-_SLOTS, _HOST_NUMBER, _STUCK_S = 64, 7, 90.0
-(_SERVER_PORT, _LINK_PORT, _LIFE, _MADE, _ACKNOWLEDGED, _BATCHES, _WRONG, _PUBLISHED, _COMMAND,
- _DONE, _WAITING, _STALE) = range(12)  # fmt: skip
+_HOST_NUMBER, _STREAMS, _STUCK_S = 7, 8, 90.0
+_ROOM = 3  # chunks of each stream on the actor host, as a real one has them
+(_SERVER_PORT, _LINK_PORT, _LIFE, _MADE, _BATCHES, _WRONG, _PUBLISHED, _COMMAND, _WAITING,
+ _STALE) = range(10)  # fmt: skip
+_KILLS = (("server",), ("relay",), ("learner",), ("actor",), ("actor", "relay"), ("relay", "actor"))
 _NOTHING, _CUT, _FREEZE, _TRUNCATE, _HEAL = range(5)
 
 
@@ -67,7 +84,7 @@ class Plan:
     """The memory that outlives every process but this one."""
 
     def __init__(self, transitions: int) -> None:
-        self.layout = layout_of(transitions)
+        self.layout = layout_of(transitions, _STREAMS)
         self.memory = Memory.__new__(Memory)
         own = Memory(self.layout, 1)
         self.memory.layout, self.memory.actors = self.layout, 1
@@ -75,9 +92,30 @@ class Plan:
             buffer = shared(getattr(own, name).nbytes)
             buffer[:] = getattr(own, name)
             setattr(self.memory, name, buffer)
-        chunk = self.layout.chunk_layout
-        self.slots = shared(ChunkStore.required_bytes(chunk, _SLOTS))
         self.words = shared(8 * 64).view(np.int64)
+        self.host_plan = HostPlan(
+            replay=layout_of(_ROOM * _STREAMS * self.layout.chunk, _STREAMS), actors=1,
+            envs_per_actor=_STREAMS, batch_size=BATCH, prefetch=1,
+            parameter_bytes=PARAMETER_BYTES, beta=BETA,
+            eval_episodes=1, part="actor",
+        )  # fmt: skip
+        blocks = shared(self.host_plan.nbytes), shared(self.host_plan.replay.nbytes)
+        self.eventfds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in self.host_plan.roles]
+        self.host = Host(self.host_plan, *blocks, self.eventfds, create=True)
+
+    def host_again(self) -> Host:
+        """The actor host's memory, as a child that attaches to it sees it."""
+        return Host(self.host_plan, self.host.control, self.host.experience, self.eventfds)
+
+    def new_life(self) -> int:
+        """A larger incarnation than any before."""
+        self.words[_LIFE] += 1
+        return int(self.words[_LIFE])
+
+    @property
+    def acknowledged(self) -> int:
+        """Chunks, as far as the relay's lives came to count them."""
+        return int(self.host.metrics("relay").snapshot(alive=False)["acknowledged"])
 
 
 # The processes.
@@ -106,38 +144,61 @@ def server(plan: Plan) -> Callable[[], object]:
     return work
 
 
-class _SharedRelay(Relay):
-    """A relay and its actor in one process; their slots are the parent's."""
+def actor(plan: Plan, incarnation: int) -> Callable[[], object]:
+    """Makes chunks of rows that say who made them, as fast as it gets slots."""
+    host = plan.host_again()
+    sink, rng = host.experience_sink(0, incarnation), np.random.default_rng(incarnation)
+    store, chunk = sink.store, plan.layout.chunk
+    numbers = iter(range(1 << 60))
 
-    def __init__(self, plan: Plan) -> None:
-        words, chunk = plan.words, plan.layout.chunk_layout
-        self.layout, self.host, self.actors = plan.layout, _HOST_NUMBER, 1
-        self.store = ChunkStore(plan.slots, chunk, _SLOTS)
-        states = self.store.header_rows[:, STATE]
-        self.free = np.flatnonzero(states != COMMITTED).tolist()
-        words[_LIFE] += 1
-        self.life = int(words[_LIFE]) - 1
-        self.incarnation, self.next = {0: int(words[_LIFE])}, {0: 0}
-        self.offered = set()
-        self.rng = np.random.default_rng(int(words[_LIFE]))
-        self.connect(f"tcp://127.0.0.1:{words[_LINK_PORT]}")
+    def work() -> None:
+        slots = sink.try_claim()
+        if slots is None:
+            time.sleep(100e-6)
+            return
+        for stream, slot in enumerate(slots.tolist()):
+            number, header = next(numbers), store.header_rows[slot]
+            store.column(slot, "obs")[:] = rng.integers(0, 256, (store.layout.frames, 3, 2))
+            for name in ("obs_frames", "next_obs_frames"):
+                store.column(slot, name)[:] = rng.integers(0, 5, (chunk, 4))
+            store.column(slot, "obs_frames")[0, 0] = NO_FRAME
+            store.column(slot, "mask")[:] = (0, incarnation)
+            store.column(slot, "action")[:] = number
+            store.column(slot, "reward")[:] = np.arange(chunk)
+            header[ACTOR], header[INCARNATION], header[SEQUENCE] = 0, incarnation, number
+            header[COUNT], header[STREAM] = int(rng.integers(1, chunk + 1)), stream
+            set_state_kernel(store.headers, slot, COMMITTED)
+            plan.words[_MADE] += 1
+            sink.commit(np.array([slot]))
+
+    return work
 
 
 def relay(plan: Plan) -> Callable[[], object]:
-    """Makes chunks as fast as they are taken."""
-    made: list[_SharedRelay] = []
+    """The real one, over the link."""
+    made: list[Any] = []
 
     def work() -> None:
         if not made:
-            made.append(_SharedRelay(plan))
-        it = made[0]
-        before = it.sender.counts["acknowledged"]
-        if it.sender.unacknowledged < 24 and it.make():
-            plan.words[_MADE] += 1
-        it.turn()
-        plan.words[_ACKNOWLEDGED] += it.sender.counts["acknowledged"] - before
-        plan.words[_WAITING] += bool(it.link.waiting)
-        it.link.wait(lambda: it.link.ready() or it.sender.unacknowledged < 24, 0.001)
+            host, layout = plan.host_again(), plan.host_plan.replay
+            link = make_link(
+                f"tcp://127.0.0.1:{plan.words[_LINK_PORT]}", "relay", _HOST_NUMBER, plan.layout,
+                actors=1, incarnation=plan.new_life(),
+            )  # fmt: skip
+            source, store = host.experience_source(), host.store()
+            outbox = Outbox(store, layout, ChunkSender(link, store))
+            made.append(link)
+            made.append(
+                Relay(
+                    make_intake(source, outbox, 1), outbox, source, ZmqParameterSource(link),
+                    host.parameter_sink(), host.metrics("relay"), parameter_bytes=PARAMETER_BYTES,
+                    link_ready=link.ready, report=lambda: 0, ended=lambda: False,
+                )
+            )  # fmt: skip
+        link, role = made
+        role.do_work()
+        plan.words[_WAITING] += bool(link.waiting)
+        link.wait(role.ready, 0.001)
 
     return work
 
@@ -150,9 +211,8 @@ def learner(plan: Plan) -> Callable[[], object]:
     def work() -> None:
         words = plan.words
         if not made:
-            words[_LIFE] += 1
             url = f"tcp://127.0.0.1:{words[_LINK_PORT]}"
-            link = make_link(url, "learner", 8, plan.layout, incarnation=int(words[_LIFE]))
+            link = make_link(url, "learner", 8, plan.layout, incarnation=plan.new_life())
             made.extend((link, ZmqSampleSource(link, BETA), ZmqParameterSink(link)))
         link, source, sink = made
         if source.outstanding < 2:
@@ -197,6 +257,26 @@ def link(plan: Plan) -> Callable[[], object]:
     return work
 
 
+def warm_up() -> None:
+    """Every kernel is loaded before the first fork: all roles in turn, and no wire between."""
+    plan = Plan(10_000)
+    words = plan.words
+    plan.host.set_life("actor 0", 1)
+    serve = server(plan)
+    serve()
+    words[_LINK_PORT] = words[_SERVER_PORT]
+    roles = [serve, relay(plan), learner(plan), actor(plan, 1)]
+
+    def turned() -> bool:
+        for work in roles:
+            work()
+        return bool(words[_PUBLISHED])
+
+    sleep_until(turned, _STUCK_S, "the warm-up")
+    while OPEN:
+        OPEN.pop().close()
+
+
 # The run.
 
 
@@ -208,7 +288,7 @@ class Run:
         self.counts: Counter[str] = Counter()
         self.children: dict[str, Child] = {}
         self._makers = {"server": server, "link": link, "relay": relay, "learner": learner}
-        for name in self._makers:
+        for name in (*self._makers, "actor"):
             self._start(name)
             port = {"server": _SERVER_PORT, "link": _LINK_PORT}.get(name)
             if port is not None:
@@ -216,24 +296,39 @@ class Run:
         self.longest_s = 0.0
 
     def _start(self, name: str) -> None:
-        self.children[name] = Child(self._makers[name](self.plan))
+        if name == "actor":
+            incarnation = self.plan.new_life()
+            self.plan.host.set_life("actor 0", incarnation)
+            self.children[name] = Child(actor(self.plan, incarnation))
+        else:
+            self.children[name] = Child(self._makers[name](self.plan))
+
+    def _end(self, *names: str) -> None:
+        """Kill them in one moment; then tell of the actor, as its parent does."""
+        for name in names:
+            os.kill(self.children[name].pid, signal.SIGKILL)
+        for name in names:
+            self.children.pop(name).kill()
+        if "actor" in names:
+            self.plan.host.set_life("actor 0", 0)
 
     def progress(self) -> None:
         """Wait until chunks are acknowledged and batches come again."""
-        words = self.plan.words
-        chunks, batches = int(words[_ACKNOWLEDGED]), int(words[_BATCHES])
+        words, plan = self.plan.words, self.plan
+        chunks, batches = plan.acknowledged, int(words[_BATCHES])
         took = sleep_until(
-            lambda: words[_ACKNOWLEDGED] > chunks + 5 and words[_BATCHES] > batches, _STUCK_S,
+            lambda: plan.acknowledged > chunks + 5 and words[_BATCHES] > batches, _STUCK_S,
             f"progress after {dict(self.counts)}",
         )  # fmt: skip
         self.longest_s = max(self.longest_s, took)
 
     def kill(self) -> None:
-        """One of the three, at some time of its work; started again at once."""
-        name = self.draw.choice(("server", "relay", "learner"))
-        self.children[name].kill()
-        self.counts[f"kills of the {name}"] += 1
-        self._start(name)
+        """One of the four, or two, at some time of their work; started again at once."""
+        names = self.draw.choice(_KILLS)
+        self._end(*names)
+        self.counts[f"kills of the {' and the '.join(names)}"] += 1
+        for name in names:
+            self._start(name)
 
     def command(self, what: int) -> None:
         self.plan.words[_COMMAND] = what
@@ -248,31 +343,15 @@ class Run:
         self.counts[{_CUT: "cuts", _FREEZE: "freezes", _TRUNCATE: "short messages"}[what]] += 1
 
     def settle(self) -> dict[str, int]:
-        """End the relay's work, let all arrive, and take stock."""
-        words = self.plan.words
+        """End the actor's work, let all arrive, and take stock."""
         self.progress()
-        store = ChunkStore(self.plan.slots, self.plan.layout.chunk_layout, _SLOTS)
-        self.children.pop("relay").kill()
-        draining = Child(self._drain())
-        sleep_until(
-            lambda: not (store.header_rows[:, STATE] == COMMITTED).any(), _STUCK_S, "the rest"
-        )
-        draining.kill()
+        self._end("actor")
+        rows = self.plan.host.store().header_rows
+        sleep_until(lambda: not np.any(rows[:, STATE] != FREE), _STUCK_S, "all slots are free")
         time.sleep(0.5)
         for child in self.children.values():
             child.kill()
-        return self._audit(int(words[_MADE]))
-
-    def _drain(self) -> Callable[[], object]:
-        made: list[_SharedRelay] = []
-
-        def work() -> None:
-            if not made:
-                made.append(_SharedRelay(self.plan))
-            made[0].turn()
-            made[0].link.wait(made[0].link.ready, 0.001)
-
-        return work
+        return self._audit(int(self.plan.words[_MADE]))
 
     def _audit(self, made: int) -> dict[str, int]:
         replay = self.plan.memory.replay()
@@ -299,7 +378,7 @@ class Run:
         return {
             "committed_by_actors": made,
             "at_the_replay": len(seen),
-            # A relay killed between its commit and its own count has made one more.
+            # An actor killed between its commit and its own count has made one more.
             "lost": gaps + max(0, made - len(seen)),
             "doubled": sum(seen.values()) - len(seen),
             "torn": torn,
@@ -309,9 +388,11 @@ class Run:
 def run(kills: int, cuts: int, long_cut_s: float, seed: int, transitions: int) -> dict[str, Any]:
     """Kills and cuts in random order, then the audit."""
     start = time.monotonic()
+    warm_up()
     it = Run(seed, transitions)
     try:
         it.progress()
+        it.longest_s = 0.0
         todo = ["kill"] * kills + ["cut"] * cuts
         it.draw.shuffle(todo)
         for i, what in enumerate(todo):
@@ -341,7 +422,7 @@ def run(kills: int, cuts: int, long_cut_s: float, seed: int, transitions: int) -
     words = it.plan.words
     return {
         **found,
-        "acknowledged": int(words[_ACKNOWLEDGED]),
+        "acknowledged": it.plan.acknowledged,
         "batches": int(words[_BATCHES]),
         "wrong_rows": int(words[_WRONG]),
         "versions_published": int(words[_PUBLISHED]),
