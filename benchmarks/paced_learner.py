@@ -66,7 +66,7 @@ def make_learner(
     return Learner(
         dqn, source, sink, Batch.empty(layout), host.metrics("learner"), NoCheckpoints(),
         prefetch=plan.prefetch, publish_period_s=run.config.learner.publish_period_s,
-        clock_s=clock.now_s,
+        clock_s=clock.now_s, spare=Batch.empty(layout) if plan.prefetch >= 3 else None,
     )  # fmt: skip
 
 

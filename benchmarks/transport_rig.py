@@ -34,12 +34,12 @@ from zapex.schema import (
 )
 from zapex.shm_transport import Host
 from zapex.zmq_client import ZmqLink
+from zapex.zmq_samples import ZmqSampleSource
 from zapex.zmq_socket import Security
 from zapex.zmq_transport import (
     ChunkSender,
     ZmqParameterSink,
     ZmqParameterSource,
-    ZmqSampleSource,
 )
 
 _DEADLINE_S = 60.0

@@ -25,6 +25,7 @@ class FakeSource:
         self.room = 1000
         self.updates: list[tuple[list[int], list[float]]] = []
         self.polled = 0
+        self.memories: list[tuple[Batch, Batch | None]] = []
 
     def request(self) -> None:
         self.outstanding += 1
@@ -32,12 +33,13 @@ class FakeSource:
     def ready(self) -> bool:
         return self.there > 0
 
-    def poll(self, batch: Batch) -> Sampled | None:
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         if not self.there:
             return None
         self.there -= 1
         self.outstanding -= 1
         self.polled += 1
+        self.memories.append((batch, following))
         batch.keys[:] = np.arange(4) + 4 * self.polled
         return Sampled(torn=1, live=9)
 
@@ -92,7 +94,10 @@ class FakeCheckpointer:
 
 
 class Desk:
-    def __init__(self, *, version: int = 0, first_version: int = 0, outstanding: int = 0) -> None:
+    def __init__(
+        self, *, version: int = 0, first_version: int = 0, outstanding: int = 0,
+        spare: Batch | None = None,
+    ) -> None:  # fmt: skip
         self.source, self.sink = FakeSource(), FakeSink(version)
         self.source.outstanding = outstanding
         self.dqn, self.checkpointer = FakeDqn(), FakeCheckpointer()
@@ -103,7 +108,7 @@ class Desk:
         self.learner = Learner(
             dqn, self.source, self.sink, Batch.empty(LAYOUT), self.metrics, self.checkpointer,
             prefetch=3, publish_period_s=1.0, clock_s=lambda: self.now_s,
-            first_version=first_version,
+            first_version=first_version, spare=spare,
         )  # fmt: skip
 
 
@@ -143,6 +148,19 @@ def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -
     counts = desk.metrics.snapshot(alive=False)
     assert (counts["batches"], counts["samples"], counts["torn_rows"]) == (2, 8, 2)
     assert (counts["loss"], counts["priority_max"]) == (0.25, 6.0)
+
+
+def test_two_memories_take_turns_and_the_source_is_told_which_is_next() -> None:
+    spare = Batch.empty(LAYOUT)
+    desk = Desk(spare=spare)
+    desk.source.there = 3
+    for _ in range(4):
+        desk.learner.do_work()
+    (first, second), *_ = desk.source.memories
+    assert second is spare
+    assert desk.source.memories == [(first, spare), (spare, first), (first, spare)]
+    assert [keys for keys, _ in desk.source.updates] == [[4, 5, 6, 7], [8, 9, 10, 11],
+                                                         [12, 13, 14, 15]]  # fmt: skip
 
 
 def test_it_says_how_many_batches_were_learned_since_the_last_one_was_asked_for() -> None:

@@ -47,8 +47,9 @@ from zapex.schema import (
 )
 from zapex.transport import Life
 from zapex.zmq_client import ZmqLink
+from zapex.zmq_samples import ZmqSampleSource
 from zapex.zmq_server import MAY_SEND
-from zapex.zmq_transport import ChunkSender, ZmqParameterSink, ZmqParameterSource, ZmqSampleSource
+from zapex.zmq_transport import ChunkSender, ZmqParameterSink, ZmqParameterSource
 
 STREAMS = 2
 

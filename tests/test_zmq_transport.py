@@ -36,8 +36,9 @@ from zapex.message_header import Kind
 from zapex.messages import encode
 from zapex.schema import BatchLayout
 from zapex.zmq_client import HELLO_S
+from zapex.zmq_samples import ZmqSampleSource
 from zapex.zmq_socket import Gatekeeper, Security, connect, listen, receive, send
-from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource, ZmqSampleSource
+from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 

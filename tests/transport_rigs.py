@@ -25,13 +25,13 @@ from zapex.shm_transport import Host
 from zapex.transport import Life, Sampled
 from zapex.zmq_client import ZmqLink
 from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.zmq_samples import ZmqSampleSource
 from zapex.zmq_server import ZmqServer
 from zapex.zmq_socket import Security
 from zapex.zmq_transport import (
     ZmqExperienceSink,
     ZmqParameterSink,
     ZmqParameterSource,
-    ZmqSampleSource,
 )
 
 DEADLINE_S = 100.0  # a busy machine is no failure
@@ -185,7 +185,7 @@ class Direct:
         self._asked -= 1
         self._draws.append(draw)
 
-    def poll(self, batch: Batch) -> Sampled | None:
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         if not self._draws:
             return None
         draw = self._draws.popleft()

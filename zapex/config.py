@@ -92,7 +92,7 @@ class ReplayConfig(Section):
     sampling: Literal["stratified", "independent"] = "stratified"
     """How a batch is drawn."""
     prefetch: int = bounded(2, low=1, high=64)
-    """Batches asked for ahead of the learner."""
+    """Batches asked for ahead; from 3 on, over a network, the next is unpacked during a step."""
     huge_pages: bool = bounded(False, local=True)
     """Keep the memory in huge pages, which must have been reserved (zapex doctor says how)."""
 

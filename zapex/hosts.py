@@ -21,13 +21,13 @@ from zapex.shm_transport import Host, ShmParameters
 from zapex.topology import make_learner, make_memory, make_replay
 from zapex.zmq_client import ZmqLink
 from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.zmq_samples import ZmqSampleSource
 from zapex.zmq_server import ZmqServer
 from zapex.zmq_socket import Security
 from zapex.zmq_transport import (
     ChunkSender,
     ZmqParameterSink,
     ZmqParameterSource,
-    ZmqSampleSource,
 )
 
 _NEWS_PERIOD_S = 30.0  # between two reminders of the same trouble

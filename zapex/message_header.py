@@ -129,6 +129,13 @@ def _crc(head: bytes | Part, body: Sequence[Part]) -> int:
     return crc
 
 
+def kind_of(parts: Sequence[Any]) -> Kind | None:
+    """What a message says that it is, before anything of it is checked; None: nothing we know."""
+    head = as_part(parts[0])
+    kind = int.from_bytes(head[6:8], "little")
+    return Kind(kind) if head.nbytes == HEADER.size and 1 <= kind <= len(Kind) else None
+
+
 def decode_header(parts: Sequence[Any]) -> Message:
     """A message whose header, lengths and checksum are right. Raises BadMessage."""
     if not 1 <= len(parts) <= MAX_PARTS:

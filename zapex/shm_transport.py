@@ -286,7 +286,7 @@ class ShmSampleSource:
         ring = self._answers.ring
         return ring.tail > ring.head
 
-    def poll(self, batch: Batch) -> Sampled | None:
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Gather the oldest answered batch into `batch`, weights and keys included; or None."""
         sequence, count = self._answers.poll(1)
         if count == 0:

@@ -180,6 +180,8 @@ def make_learner(
         dqn.target.load_flat(newest)
     cuda = dqn.online.device.type == "cuda"
     layout = BatchLayout(host.plan.replay.schema, host.plan.batch_size, channels_last=not cuda)
+    # With fewer asked for ahead none has come yet when the learner begins with the one before.
+    ahead = source is not None and host.plan.prefetch >= 3
     return Learner(
         dqn,
         source or host.sample_source(),
@@ -191,6 +193,7 @@ def make_learner(
         publish_period_s=config.learner.publish_period_s,
         clock_s=clock.now_s,
         first_version=checkpoints.version,
+        spare=Batch.empty(layout, pin_memory=cuda) if ahead else None,
     )
 
 

@@ -116,8 +116,12 @@ class SampleSource(Protocol):
     def ready(self) -> bool:
         """A batch can be polled."""
 
-    def poll(self, batch: Batch) -> Sampled | None:
-        """Gather the oldest answered batch into `batch`, weights and keys included; or None."""
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
+        """Gather the oldest answered batch into `batch`, weights and keys included; or None.
+
+        following: the batch of the next poll, whose memory may be written to from now on, so that
+        what has come already is gathered while the learner learns from this one.
+        """
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
         """Send new priorities (signed TD errors), with the next request at the latest.

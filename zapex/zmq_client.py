@@ -14,7 +14,7 @@ import zmq
 
 from zapex import messages
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
-from zapex.message_header import Form, Kind
+from zapex.message_header import Form, Kind, kind_of
 from zapex.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
 from zapex.zmq_socket import Security, connect, let_grow_if_far, make_context, receive, send
 
@@ -53,6 +53,7 @@ class ZmqLink:
         self.welcome: Welcome | None = None
         self.over = ""
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
+        self.aside: dict[Kind, Callable[[list[Any]], None]] = {}  # not decoded here: see `accept`
         self.on_welcome: list[Callable[[Welcome, int], None]] = []
         self.on_bad: list[Callable[[], None]] = []  # an answer was lost, and which is unknown
         self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent", "renewed"), 0)
@@ -188,23 +189,33 @@ class ZmqLink:
         self.counts["messages"] += 1
         self._asked_s[channel] = None
         self._heard_s = self._clock_s()
+        kind = kind_of(parts)
+        aside = self.aside.get(kind) if kind is not None else None
+        if aside is not None:
+            aside(parts)
+            return
+        message = self.accept(channel, lambda: messages.decode(parts, self.form))
+        if isinstance(message, Welcome) and not message.fresh:
+            let_grow_if_far(parts[0])
+
+    def accept(self, channel: int, decoded: Callable[[], Any]) -> Any | None:
+        """Take in the message that `decoded` returns, or the BadMessage that it raises: None."""
         try:
-            message = messages.decode(parts, self.form)
+            message = decoded()
         except OtherVersion as error:
             raise Refused(f"the replay at {self.url}: {error}") from None
         except BadMessage:
             self.counts["bad"] += 1
             for call in self.on_bad:
                 call()
-            return
+            return None
         if isinstance(message, Error):
             self._fault(channel, message)
         elif isinstance(message, Welcome):
             self._welcome(channel, message)
-            if not message.fresh:
-                let_grow_if_far(parts[0])
         elif message.kind in self.handlers:
             self.handlers[message.kind](message)
+        return message
 
     def _welcome(self, channel: int, welcome: Welcome) -> None:
         form = self.form

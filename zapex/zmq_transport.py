@@ -1,8 +1,8 @@
-"""tcp:// and ipc://: the clients' faces over a link to the replay.
+"""tcp:// and ipc://: chunks and parameters over a client's link to the replay.
 
 What is under way survives a lost connection and a replay's new process: a chunk is kept until it
-is acknowledged, a request until its answer has come, an update until it has arrived; all are sent
-again when the replay says that a connection is new to it, and told apart there by their numbers.
+is acknowledged, and sent again when the replay says that a connection is new to it; it is told
+apart there by its numbers. Batches: zmq_samples.py.
 """
 
 import bisect
@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.batch import Batch
-from zapex.batch_packing import BatchUnpacker, check_batch_size
 from zapex.chunk_store import ChunkStore
 from zapex.errors import ConfigError, Fenced
-from zapex.experience_messages import BatchMessage, Push
+from zapex.experience_messages import Push
 from zapex.message_header import Kind, as_part
 from zapex.messages import (
     BULK,
@@ -29,18 +27,12 @@ from zapex.messages import (
     Publish,
     PublishAck,
     Pull,
-    Sample,
-    Update,
-    UpdateAck,
     Welcome,
 )
-from zapex.replay import importance_weights
-from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM, BatchLayout
-from zapex.transport import Sampled
+from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM
 from zapex.zmq_client import ZmqLink
 
 RESEND_S = 2.0  # nothing was acknowledged for so long: all of it goes again
-_UPDATES = 16  # updates that may be under way
 
 
 @dataclass(order=True)
@@ -214,105 +206,6 @@ class ZmqExperienceSink:
         self._link.do_work()
         self._sender.do_work()
         self._free.extend(self._sender.take_freed())
-
-
-class ZmqSampleSource:
-    """A learner's batches, packed by the replay; several requests in flight."""
-
-    def __init__(self, link: ZmqLink, beta: float) -> None:
-        form = link.form
-        assert form is not None
-        check_batch_size(form.batch_size, form.schema.stack)
-        self._link, self._form, self._beta = link, form, beta
-        self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
-        self._pending: dict[int, BatchMessage | None] = {}
-        self._unsent: set[int] = set()
-        self._next_request = self._next_update = 0
-        self._updates: deque[tuple[Update, bool]] = deque()
-        self._epoch = 0
-        self.counts = dict.fromkeys(("doubled", "foreign"), 0)
-        link.handlers[Kind.BATCH] = self._batch
-        link.handlers[Kind.UPDATE_ACK] = self._update_ack
-        link.on_bad.append(self._ask_again)
-        link.on_welcome.append(self._welcome)
-
-    @property
-    def outstanding(self) -> int:
-        """Requests without an answer polled."""
-        return len(self._pending)
-
-    @property
-    def updates_under_way(self) -> int:
-        """Updates that the replay may not have yet."""
-        return len(self._updates)
-
-    def request(self) -> None:
-        """Ask for one more batch."""
-        sequence = self._next_request
-        self._next_request += 1
-        self._pending[sequence] = None
-        self._ask(sequence)
-
-    def ready(self) -> bool:
-        """A batch can be polled."""
-        self._link.do_work()
-        return any(answer is not None for answer in self._pending.values())
-
-    def poll(self, batch: Batch) -> Sampled | None:
-        """The oldest batch that has come, into `batch`, weights and keys included; or None."""
-        if not self.ready():
-            return None
-        sequence, message = next((s, a) for s, a in self._pending.items() if a is not None)
-        layout = batch.layout
-        if layout not in self._unpackers:
-            self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
-        leaves, _, _ = self._unpackers[layout].unpack(message, batch)
-        batch.weights[:] = importance_weights(leaves, self._beta)
-        self._epoch = message.epoch
-        del self._pending[sequence]
-        return Sampled(torn=0, live=message.live)
-
-    def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
-        """Send new priorities; False while too many are under way."""
-        self._link.do_work()
-        if len(self._updates) >= _UPDATES:
-            return False
-        update = Update(self._epoch, self._next_update, keys.copy(), priorities.copy())
-        self._next_update += 1
-        self._updates.append((update, self._link.send(SMALL, update) is not None))
-        return True
-
-    def _ask(self, sequence: int) -> None:
-        if self._link.send(SMALL, Sample(sequence, self._form.batch_size)) is None:
-            self._unsent.add(sequence)
-        else:
-            self._unsent.discard(sequence)
-
-    def _ask_again(self) -> None:
-        """An answer that broke the rules may have been a batch: the replay would not know."""
-        for sequence, answer in self._pending.items():
-            if answer is None:
-                self._ask(sequence)
-
-    def _batch(self, message: BatchMessage) -> None:
-        if self._pending.get(message.sequence, message) is None:
-            self._pending[message.sequence] = message
-        else:
-            self.counts["doubled"] += 1
-
-    def _update_ack(self, ack: UpdateAck) -> None:
-        self.counts["foreign"] = ack.value
-        while self._updates and self._updates[0][0].sequence < ack.sequence:
-            self._updates.popleft()
-
-    def _welcome(self, welcome: Welcome, channel: int) -> None:
-        for sequence, answer in self._pending.items():
-            if answer is None and (welcome.fresh or sequence in self._unsent):
-                self._ask(sequence)
-        # What could not go, or went into a connection that is no more.
-        for i, (update, sent) in enumerate(self._updates):
-            if not sent or (welcome.fresh and channel == SMALL):
-                self._updates[i] = update, self._link.send(SMALL, update) is not None
 
 
 class ZmqParameterSource:

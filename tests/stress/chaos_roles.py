@@ -224,7 +224,7 @@ class WatchedSource:
     def outstanding(self) -> int:
         return int(self._source.outstanding)
 
-    def poll(self, batch: Batch) -> Sampled | None:
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         if not self._source.ready():
             return None  # one that comes between two looks would bring the leaves of another
         ring = self._source._answers.ring

@@ -60,12 +60,8 @@ from zapex.schema import (
     BatchLayout,
 )
 from zapex.shm_transport import Host
-from zapex.zmq_transport import (
-    ChunkSender,
-    ZmqParameterSink,
-    ZmqParameterSource,
-    ZmqSampleSource,
-)
+from zapex.zmq_samples import ZmqSampleSource
+from zapex.zmq_transport import ChunkSender, ZmqParameterSink, ZmqParameterSource
 
 _HOST_NUMBER, _STREAMS, _STUCK_S = 7, 8, 90.0
 _ROOM = 3  # chunks of each stream on the actor host, as a real one has them

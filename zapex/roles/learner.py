@@ -30,6 +30,8 @@ class Checkpointer(Protocol):
 class Learner:
     """One batch is one duty cycle; `prefetch` batches are asked for ahead.
 
+    spare: a second batch's memory, in turn with the first: the source may fill one while the other
+    is learned from.
     publish_period_s: parameters are published at most this often. clock_s: seconds, of any origin.
     """
 
@@ -46,9 +48,11 @@ class Learner:
         publish_period_s: float,
         clock_s: Callable[[], float],
         first_version: int = 0,
+        spare: Batch | None = None,
     ) -> None:
         self._dqn, self._source, self._parameters = dqn, source, parameters
-        self._batch, self._metrics, self._checkpointer = batch, metrics, checkpointer
+        self._batch, self._spare = batch, spare
+        self._metrics, self._checkpointer = metrics, checkpointer
         self._publish_period_s, self._clock_s = publish_period_s, clock_s
         self._unsent: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
         # Above any version seen, so that no reader takes a restarted learner's for old.
@@ -72,10 +76,12 @@ class Learner:
         if self._unsent is not None and not self._send(*self._unsent):
             return 0
         metrics.enter("gather")
-        sampled = self._source.poll(batch)
+        sampled = self._source.poll(batch, self._spare)
         if sampled is None:
             metrics.enter("wait")
             return 0
+        if self._spare is not None:
+            self._batch, self._spare = self._spare, batch
         td_errors, facts = dqn.learn(batch, metrics.enter)
         sizes = np.abs(td_errors)
         largest = float(sizes.max())

@@ -1,0 +1,141 @@
+"""Batches over ZeroMQ that a thread checks and unpacks while the learner learns."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.test_zmq_transport import filled, spoilt_once
+from tests.transport_rigs import BATCH, BETA, SCHEMA, Rig, nothing_left_open, until
+from zapex import messages, zmq_samples
+from zapex.batch import Batch
+from zapex.batch_packing import BatchUnpacker
+from zapex.message_header import Kind
+from zapex.replay import Draw, importance_weights
+from zapex.schema import BatchLayout
+
+__all__ = ["nothing_left_open"]  # a fixture of every test here
+
+LAYOUT = BatchLayout(SCHEMA, BATCH, False)
+
+
+class Learning:
+    """A learner with two batches' memory; `unpacked` says by which threads batches came apart."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.source = rig, rig.sample_source
+        self.batches = [Batch.empty(LAYOUT) for _ in range(2)]
+        self.draws: list[Draw] = []
+        self.unpacked: list[str] = []
+
+    def answer(self) -> None:
+        self.rig.turn()
+        for _ in range(self.rig.sample_sink.requests()):
+            self.draws.append(self.rig.replay.draw(BATCH))
+            self.rig.sample_sink.answer(self.draws[-1])
+
+    def wait_for(self, batches: int) -> None:
+        """All of them have come, checked or not."""
+        source = self.source
+        until(
+            lambda: batches
+            <= len(source._arrived) + sum(a is not None for a in source._pending.values()),
+            self.answer, f"{batches} batches",
+        )  # fmt: skip
+
+    def poll(self) -> Batch:
+        batch, spare = self.batches
+        until(lambda: self.source.poll(batch, spare) is not None, self.answer, "a batch")
+        self.batches = [spare, batch]
+        return batch
+
+    def check(self, batch: Batch, draw: Draw) -> None:
+        wanted = Batch.empty(LAYOUT)
+        self.rig.replay.store.gather(draw.keys, LAYOUT, wanted.memory, wanted.keys)
+        wanted.indices[:] = draw.indices
+        wanted.weights[:] = importance_weights(draw.leaves, BETA)
+        assert (batch.memory == wanted.memory).all()
+
+
+@pytest.fixture
+def learning(tmp_path: Path) -> Iterator[Learning]:
+    rig = filled(tmp_path)
+    found, unpack = Learning(rig), BatchUnpacker.unpack
+
+    def noted(*args: object) -> object:
+        found.unpacked.append(threading.current_thread().name.partition("_")[0])
+        return unpack(*args)
+
+    with mock.patch.object(BatchUnpacker, "unpack", noted):
+        yield found
+    rig.close()
+
+
+def test_what_comes_ahead_is_unpacked_by_a_thread_and_is_what_was_drawn(learning: Learning) -> None:
+    for _ in range(3):
+        learning.source.request()
+    learning.wait_for(3)
+    for turn in range(6):
+        learning.check(learning.poll(), learning.draws[turn])
+        learning.source.request()
+        learning.wait_for(3)
+    assert learning.unpacked[:7] == ["MainThread", *["batches"] * 6]
+    assert learning.source._link.counts["bad"] == 0
+
+
+def test_a_batch_is_unpacked_anew_where_another_memory_is_polled(learning: Learning) -> None:
+    for _ in range(2):
+        learning.source.request()
+    learning.wait_for(2)
+    learning.check(learning.poll(), learning.draws[0])
+    other = Batch.empty(LAYOUT)
+    assert learning.source.poll(other) is not None
+    learning.check(other, learning.draws[1])
+    assert learning.unpacked == ["MainThread", "batches", "MainThread"]
+
+
+def test_a_batch_that_arrives_broken_beside_the_learner_is_asked_for_again(
+    learning: Learning,
+) -> None:
+    for _ in range(2):
+        learning.source.request()
+    learning.wait_for(2)
+    learning.poll()
+    go_on = threading.Event()
+
+    def decode_later(*args: Any) -> Any:
+        assert go_on.wait(20)
+        return messages.decode(*args)
+
+    late = mock.patch.object(zmq_samples, "messages", mock.Mock(decode=decode_later))
+    with spoilt_once(Kind.BATCH), late:
+        for _ in range(2):
+            learning.source.request()
+        learning.wait_for(3)
+        learning.check(learning.poll(), learning.draws[1])
+        assert learning.source._following is not None  # the broken one, which nobody knows yet
+        go_on.set()
+        seen = {learning.poll().keys.tobytes() for _ in range(2)}
+    assert seen == {draw.keys.tobytes() for draw in learning.draws[3:5]}
+    assert learning.source._link.counts["bad"] == 1
+    assert learning.source.outstanding == 0
+
+
+def test_an_answer_that_came_twice_is_not_given_though_it_was_unpacked(learning: Learning) -> None:
+    for _ in range(2):
+        learning.source.request()
+    learning.wait_for(2)
+    learning.poll()  # from here on a thread checks what comes
+    learning.check(learning.poll(), learning.draws[1])
+    (session,) = learning.rig.sample_sink._reachable()
+    session.requests[1] = None
+    learning.source.request()
+    until(lambda: len(learning.source._arrived) == 2, learning.answer, "two batches")
+    learning.source._unpack_ahead(learning.batches[0])  # the first of them: the double
+    learning.check(learning.poll(), learning.draws[3])
+    assert learning.source.counts["doubled"] == 1
+    assert not np.array_equal(learning.draws[2].keys, learning.draws[3].keys)
