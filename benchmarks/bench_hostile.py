@@ -25,16 +25,10 @@ import numpy as np
 
 from benchmarks._harness import add_json, arguments, goal
 from benchmarks.transport_rig import NetworkClient
-from benchmarks.transport_server import Server, Setting, atari
+from benchmarks.transport_server import NetworkServer, Setting, atari
 from tests import hostile_peers
 from zapex import messages as m
-from zapex.batch import aligned_zeros
-from zapex.metrics import RoleMetrics
-from zapex.roster import Roster
-from zapex.shm_mailbox import Mailbox
 from zapex.zmq_guard import own_bytes
-from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
-from zapex.zmq_server import ZmqServer
 from zapex.zmq_socket import Security
 
 MIB = 1 << 20
@@ -61,27 +55,10 @@ def fork(work: Callable[[], object], nice: int = 0) -> int:
 
 def serve(setting: Setting, words: np.ndarray, bound_bytes: int) -> None:
     """The replay server's process."""
-    layout = setting.layout
-    experience = aligned_zeros(layout.nbytes)
-    experience[:] = 0  # populated
-    store = Server.replay(setting, experience).store
-    roster = Roster(
-        aligned_zeros(Roster.required_bytes(setting.actors)), setting.actors, store.header_rows
-    )
-    mailbox = Mailbox(
-        aligned_zeros(Mailbox.required_bytes(setting.parameter_bytes)), setting.parameter_bytes,
-        create=True,
-    )  # fmt: skip
+    made = NetworkServer(setting, "tcp://127.0.0.1:0", Security(), memory_bytes=bound_bytes)
+    mailbox, server, source, role = made.mailbox, made.server, made.source, made.duty.role
     mailbox.publish(1, np.ones(setting.parameter_bytes, np.uint8))
-    server = ZmqServer(
-        "tcp://127.0.0.1:0", setting.form, {}, roster, Security(), incarnation=time.time_ns(),
-        params_version=lambda: mailbox.version, memory_bytes=bound_bytes,
-    )  # fmt: skip
     words[_BASE] = own_bytes()
-    source, sink = ZmqExperienceSource(server, store), ZmqSampleSink(server, store)
-    parameters = ZmqParameters(server, mailbox)
-    metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "replay", create=True)
-    role = Server(setting, source, sink, experience, metrics).role
     words[_PORT] = int(server.url.rpartition(":")[2])
     version, bumped_s = 1, time.monotonic()
     while True:
@@ -96,7 +73,7 @@ def serve(setting: Setting, words: np.ndarray, bound_bytes: int) -> None:
         if time.monotonic() - bumped_s > 1.0:  # a learner publishes once a second
             version, bumped_s = version + 1, time.monotonic()
             mailbox.publish(version, np.full(setting.parameter_bytes, version % 256, np.uint8))
-            parameters.do_work()
+            made.parameters.do_work()
 
 
 def honest(setting: Setting, words: np.ndarray, rate: float) -> None:

@@ -133,32 +133,37 @@ class Server:
                 wait(self.role.ready, min(due_s - now_s, _LONGEST_WAIT_S))
 
 
+class NetworkServer:
+    """A replay server's parts; all its memory is its own but the metrics `words`."""
+
+    def __init__(
+        self, setting: Setting, url: str, security: Security, words: Any = None, **more: Any
+    ) -> None:
+        """more: for ZmqServer."""
+        actors, nbytes = setting.actors, setting.parameter_bytes
+        experience = aligned_zeros(setting.layout.nbytes)
+        experience[:] = 0  # populated
+        store = Server.replay(setting, experience).store
+        roster = Roster(aligned_zeros(Roster.required_bytes(actors)), actors, store.header_rows)
+        mailbox = Mailbox(aligned_zeros(Mailbox.required_bytes(nbytes)), nbytes, create=True)
+        self.mailbox = mailbox
+        self.server = ZmqServer(
+            url, setting.form, {}, roster, security, incarnation=time.time_ns(),
+            params_version=lambda: mailbox.version, **more,
+        )  # fmt: skip
+        self.source = ZmqExperienceSource(self.server, store)
+        sink = ZmqSampleSink(self.server, store)
+        self.parameters = ZmqParameters(self.server, mailbox)
+        if words is None:
+            words = aligned_zeros(RoleMetrics.required_bytes())
+        metrics = RoleMetrics(words, "replay", create=True)
+        self.duty = Server(setting, self.source, sink, experience, metrics)
+
+
 def serve_network(setting: Setting, url: str, security: Security, words: Any = None) -> None:
-    """A replay server; all its memory is its own but the metrics `words`."""
-    layout = setting.layout
-    experience, control = aligned_zeros(layout.nbytes), setting.plan
-    experience[:] = 0  # populated
-    store = Server.replay(setting, experience).store
-    roster = Roster(
-        aligned_zeros(Roster.required_bytes(setting.actors)), setting.actors, store.header_rows
-    )
-    mailbox = Mailbox(
-        aligned_zeros(Mailbox.required_bytes(control.parameter_bytes)), control.parameter_bytes,
-        create=True,
-    )  # fmt: skip
-    server = ZmqServer(
-        url, setting.form, {}, roster, security, incarnation=time.time_ns(),
-        params_version=lambda: mailbox.version,
-    )  # fmt: skip
-    source = ZmqExperienceSource(server, store)
-    sink = ZmqSampleSink(server, store)
-    parameters = ZmqParameters(server, mailbox)
-    if words is None:
-        words = aligned_zeros(RoleMetrics.required_bytes())
-    metrics = RoleMetrics(words, "replay", create=True)
-    Server(setting, source, sink, experience, metrics).serve(
-        server.wait, mailbox, lambda: parameters.counts["sent"]
-    )
+    """A replay server, for ever."""
+    made = NetworkServer(setting, url, security, words)
+    made.duty.serve(made.server.wait, made.mailbox, lambda: made.parameters.counts["sent"])
 
 
 def make_host(setting: Setting) -> Host:

@@ -49,48 +49,12 @@ class _JoinOptions:
     """Do without keys, on a network where everybody may read and change everything."""
 
 
-@dataclass(frozen=True)
-class _LibraryOptions:
-    """Without an environment: what to keep, and where to serve it."""
-
-    schema: str
-    """File of the schema, JSON: `zapex.Schema.to_json()` writes it. Clients: zapex.connect(URL)."""
-    listen: str = DEFAULT_URL
-    """Address to serve at: tcp://ADDRESS:PORT or ipc:///PATH. Any but loopback needs --keys."""
-    capacity: int = 1_000_000
-    """Transitions."""
-    alpha: float = 0.6
-    """How much priorities matter."""
-    eps: float = 1e-6
-    """Added to each |priority|."""
-    seed: int = 0
-    writers: int = 16
-    """Writers that may be there at a time, over all clients; one that extends counts as one."""
-    min_size_to_sample: int = 1
-    """No batch before there are so many transitions."""
-    samples_per_insert: float = 0.0
-    """Transitions drawn for each that comes in; 0: as many as are wanted."""
-    tolerance: int = 0
-    """How many samples either side may be ahead; 0: chosen."""
-    timeout_s: float = 5.0
-    """How long a batch may wait for samples per insert."""
-    keys: str = ""
-    """Directory of `zapex keygen` with replay.key and public.json; clients have client.key."""
-    insecure_network: bool = False
-    """Do without keys, on a network where everybody may read and change everything."""
-
-
 def _library(args: list[str]) -> int:
     """The replay as a library, for any client."""
     what = "Serve a replay without an environment: zapex.connect(URL, schema=FILE) is its client."
-    options = parse(_LibraryOptions, _LibraryOptions(""), args, "replay", what)
     from zapex.served_library import LibraryConfig, serve_library
 
-    try:
-        schema = Path(options.schema).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--schema {options.schema} cannot be read: {error}") from None
-    return serve_library(LibraryConfig(**{**vars(options), "schema": schema}))
+    return serve_library(parse(LibraryConfig, LibraryConfig("", DEFAULT_URL), args, "replay", what))
 
 
 def replay(args: list[str]) -> int:

@@ -51,22 +51,30 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Greedy games of one published network; clock and counters of the whole run."""
+class Games:
+    """What games of one policy brought, in the game's own score."""
 
     returns: tuple[float, ...]
-    params_version: int
-    steps: int
-    frames: int
-    wall_s: float
 
     @property
     def mean(self) -> float:
+        """The mean return."""
         return float(np.mean(self.returns))
 
     @property
     def std(self) -> float:
+        """The returns' standard deviation (of these games, not of the mean)."""
         return float(np.std(self.returns))
+
+
+@dataclass(frozen=True)
+class Evaluation(Games):
+    """Greedy games of one published network; clock and counters of the whole run."""
+
+    params_version: int
+    steps: int
+    frames: int
+    wall_s: float
 
 
 @dataclass(frozen=True)

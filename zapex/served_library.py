@@ -10,11 +10,12 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from zapex import addresses
 from zapex.errors import ConfigError
 from zapex.replay_core import ReplayLayout
 from zapex.roster import Roster
@@ -30,31 +31,52 @@ CREDIT = 4  # chunks that a writer may have under way, twice
 
 @dataclass(frozen=True)
 class LibraryConfig:
-    """What is served, and where. schema: a schema's JSON. writers: most at a time, `extend`ing
-    clients included. tolerance 0: chosen. timeout_s: how long a call waits for the limiter."""
+    """Without an environment: what to keep, and where to serve it."""
 
     schema: str
+    """File of the schema, JSON: `zapex.Schema.to_json()` writes it. Clients: zapex.connect(URL)."""
     listen: str
+    """Address to serve at: tcp://ADDRESS:PORT or ipc:///PATH. Any but loopback needs --keys."""
     capacity: int = 1_000_000
+    """Transitions."""
     alpha: float = 0.6
+    """How much priorities matter."""
     eps: float = 1e-6
+    """Added to each |priority|."""
     seed: int = 0
     writers: int = 16
+    """Writers that may be there at a time, over all clients; one that extends counts as one."""
     min_size_to_sample: int = 1
+    """No batch before there are so many transitions."""
     samples_per_insert: float = 0.0
+    """Transitions drawn for each that comes in; 0: as many as are wanted."""
     tolerance: int = 0
+    """How many samples either side may be ahead; 0: chosen."""
     timeout_s: float = 5.0
+    """How long a batch may wait for samples per insert."""
     keys: str = ""
+    """Directory of `zapex keygen` with replay.key and public.json; clients have client.key."""
     insecure_network: bool = False
+    """Do without keys, on a network where everybody may read and change everything."""
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError."""
+    def read(self) -> "LibraryConfig":
+        """The same with the schema itself in place of its file. Raises ConfigError."""
+        try:
+            text = Path(self.schema).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"--schema {self.schema} cannot be read: {reason}") from None
+        return replace(self, schema=text)
+
+    def check(self) -> None:
+        """Raises ConfigError where this machine cannot serve it, or nobody can."""
         if self.capacity < 1 or not 1 <= self.writers <= 4096:
             raise ConfigError(
-                "capacity must be at least 1 and writers 1 to 4096, got "
+                "--capacity must be at least 1 and --writers 1 to 4096, got "
                 f"{self.capacity} and {self.writers}"
             )
         self.security.check(self.listen, "--listen")
+        addresses.check_free(addresses.parse(self.listen, "--listen"))
         if 2 * self.writers * CREDIT * self.layout.chunk > self.layout.capacity:
             raise ConfigError(
                 f"{self.writers} writers with {CREDIT} chunks of {self.layout.chunk} transitions "
@@ -64,7 +86,7 @@ class LibraryConfig:
 
     @property
     def layout(self) -> ReplayLayout:
-        """The replay's memory."""
+        """The replay's memory, once the schema is read."""
         schema = Schema.from_json(self.schema)
         return ReplayLayout(schema, self.capacity, self.writers * CREDIT)
 
@@ -80,7 +102,12 @@ class LibraryConfig:
 
 
 def serve_library(config: LibraryConfig) -> int:
-    """Own the memory and keep a server over it until a signal; returns the exit code."""
+    """Own the memory and keep a server over it until a signal; returns the exit code.
+
+    config: as the user gave it, its schema a file. Raises ConfigError.
+    """
+    config = config.read()
+    config.check()
     with (
         Segment.create("zapex-library", config.nbytes) as segment,
         tempfile.TemporaryDirectory(prefix="zapex-") as folder,

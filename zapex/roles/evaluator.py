@@ -18,6 +18,7 @@ from zapex.agent.policy import Policy
 from zapex.environments import EnvironmentSpec
 from zapex.errors import ConfigError
 from zapex.metrics import RoleMetrics
+from zapex.report import Games
 from zapex.streams import Episode, Streams, make
 from zapex.transport import ParameterSource
 from zapex.video import Mp4Writer
@@ -30,23 +31,12 @@ MAX_STREAMS = 100
 
 
 @dataclass(frozen=True)
-class EvalResult:
-    """Returns in the game's own score, in the order of streams; frames and seconds are of all."""
+class EvalResult(Games):
+    """Returns in the order of streams; frames and seconds are of all."""
 
-    returns: tuple[float, ...]
     steps: int
     frames: int
     seconds: float
-
-    @property
-    def mean(self) -> float:
-        """The mean return."""
-        return float(np.mean(self.returns))
-
-    @property
-    def std(self) -> float:
-        """The returns' standard deviation (of these games, not of the mean)."""
-        return float(np.std(self.returns))
 
     def describe(self) -> dict[str, Any]:
         """JSON facts."""
