@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ CORPUS = HERE / "corpus"
 HANG_S = 10
 MAX_BYTES = 4096
 _DONE = "fuzz result: "
+_REPORT_AFTER = 1000  # executions
 
 
 class Meter:
@@ -144,6 +146,7 @@ class Campaign:
         blind = blind_with(draw)
         pool = list(self.seeds)
         deadline = time.monotonic() + seconds
+        atexit.register(self.report)
         while self.executions < runs and time.monotonic() < deadline:
             faulthandler.dump_traceback_later(HANG_S + 20, exit=True)
             for _ in range(1000):
@@ -152,14 +155,11 @@ class Campaign:
                 try:
                     taken = self.one(data)
                 except BaseException:
-                    keep = Path(tempfile.gettempdir()) / f"crash-{self.decoder.name}"
-                    keep.write_bytes(data)
-                    print(f"the input is in {keep}", file=sys.stderr)
+                    Path(tempfile.gettempdir(), f"{self.decoder.name}-crash").write_bytes(data)
                     raise
                 if taken and draw.random() < 0.1:  # the mutants of what was taken come next
                     pool = [*pool[-200:], data]
         faulthandler.cancel_dump_traceback_later()
-        self.report()
 
     def guided(self, atheris: Any, runs: int, seconds: float, seed: int, folder: Path) -> None:
         """With atheris. Does not return."""
@@ -181,12 +181,21 @@ class Campaign:
         gc.freeze()
         gc.set_threshold(20_000)
         atexit.register(self.report)
+        deadline = time.monotonic() + seconds
+
+        def execute(data: bytes) -> None:
+            self.one(data)
+            if self.executions % _REPORT_AFTER == 0:
+                self.report()  # of a process that a finding ends this one is the last
+                if time.monotonic() > deadline:
+                    os._exit(0)
+
         arguments = [
-            sys.argv[0], str(found), f"-atheris_runs={runs}", f"-max_total_time={int(seconds)}",
-            f"-timeout={HANG_S}", f"-max_len={MAX_BYTES}", "-rss_limit_mb=0", f"-seed={seed}",
-            f"-artifact_prefix={tempfile.gettempdir()}/{self.decoder.name}-", "-mutate_depth=1",
+            sys.argv[0], str(found), f"-atheris_runs={runs}", f"-timeout={HANG_S}",
+            f"-max_len={MAX_BYTES}", "-rss_limit_mb=0", f"-seed={seed}", "-mutate_depth=1",
+            f"-artifact_prefix={tempfile.gettempdir()}/{self.decoder.name}-",
         ]  # fmt: skip
-        atheris.Setup(arguments, lambda data: self.one(data) and None, custom_mutator=mutate)
+        atheris.Setup(arguments, execute, custom_mutator=mutate)
         atheris.Fuzz()
 
 
@@ -246,11 +255,14 @@ def fuzz(name: str, runs: int, seconds: float, seed: int) -> dict[str, Any]:
             command, env=environment, capture_output=True, text=True, cwd=HERE.parent.parent,
             check=False,
         )  # fmt: skip
+        for found in Path(files).glob(f"{name}-*"):
+            kept = shutil.move(found, Path(tempfile.gettempdir(), found.name))
+            print(f"the input is in {kept}", file=sys.stderr)
     lines = [line for line in ended.stdout.splitlines() if line.startswith(_DONE)]
     result = json.loads(lines[-1].removeprefix(_DONE)) if lines else {"executions": 0}
     hung = "libFuzzer: timeout" in ended.stderr or "Timeout (" in ended.stderr
     # A process that has done all and dies in the engine's own end has found nothing.
-    whole = result["executions"] >= runs or "\nDone " in ended.stderr
+    whole = result["executions"] >= runs or ended.returncode == 0
     result |= {"crashes": int(not whole and not hung), "hangs": int(hung)}
     if not whole:
         shown = (ended.stdout + ended.stderr).splitlines()
