@@ -18,14 +18,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import zmq
 
 from zapex import messages as m
 from zapex.errors import ZapexError
-from zapex.message_header import Kind, Message, as_part
+from zapex.message_header import Kind, Message
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -138,7 +140,11 @@ def pushes(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m
     dealer, sent = _dealer(url), 0
     actor, said_s = 0, 0.0
     layout = form.layout
-    columns = m_push_body(layout)
+    zeros = np.zeros(layout.body_bytes, np.uint8)
+    layout.column("obs_frames", zeros, 0)[0] = layout.frames - 1  # so that all frames are sent
+    chunk = m.Push.of_chunks(
+        layout, zeros, [(0, 0, layout.chunk)], actor=0, incarnation=1, sequence=0
+    )
     while not over():
         if time.monotonic() - said_s > 0.5:
             said_s = time.monotonic()
@@ -148,22 +154,13 @@ def pushes(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m
             answer = m.decode(dealer.recv_multipart(zmq.NOBLOCK), form)
             if isinstance(answer, m.Welcome) and len(answer.actors):
                 actor = int(answer.actors["actor"][0])
-        push = m.Push(layout.schema.hash, actor, 1, sent, 0, layout.chunk, layout.frames, columns)
+        push = replace(chunk, actor=actor, sequence=sent)
         try:
             dealer.send_multipart(m.encode(push), zmq.NOBLOCK, copy=False)
             sent += 1
         except zmq.Again:
             time.sleep(0.001)
     return sent
-
-
-def m_push_body(layout: Any) -> tuple[Any, ...]:
-    """A full chunk of zeros."""
-    from zapex.experience_messages import _chunk_rows, _rows_bytes
-
-    sizes = [layout.frames * c.item_bytes for c in layout.schema.obs_columns.values()]
-    sizes.append(_rows_bytes(_chunk_rows(layout.schema), layout.chunk))
-    return tuple(as_part(bytes(size)) for size in sizes)
 
 
 def deaf(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m.Hello]) -> int:

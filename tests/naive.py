@@ -144,6 +144,23 @@ class NaiveRing:
         self.released += n
 
 
+class NaivePushes:
+    """What a replay takes of one actor's pushes, each chunk by itself."""
+
+    def __init__(self):
+        self.incarnation = self.next = 0
+        self.taken = []
+
+    def push(self, incarnation, sequence, count, credit):
+        for number in range(sequence, sequence + count):
+            anew = incarnation > self.incarnation and number == 0
+            follows = incarnation == self.incarnation and number == self.next
+            if (anew or follows) and credit:
+                credit -= 1
+                self.incarnation, self.next = incarnation, number + 1
+                self.taken.append((incarnation, number))
+
+
 class NaiveMailbox:
     """The mailbox as the last value that was put in."""
 

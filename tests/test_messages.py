@@ -16,7 +16,16 @@ from zapex import messages as m
 from zapex.batch import Batch, aligned_zeros
 from zapex.batch_packing import BatchPacker, BatchUnpacker, check_batch_size, packed_bytes
 from zapex.errors import BadMessage, ConfigError
-from zapex.message_header import HEADER, MAX_PARTS, Form, Kind, Message, as_part, decode_header
+from zapex.message_header import (
+    HEADER,
+    MAX_PARTS,
+    VERSION,
+    Form,
+    Kind,
+    Message,
+    as_part,
+    decode_header,
+)
 from zapex.schema import COUNT, NO_FRAME, STREAM, BatchLayout, ChunkLayout, Column, Schema
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,8 +60,8 @@ def batch_parts() -> tuple[memoryview, ...]:
 def examples() -> dict[str, object]:
     """One message of each kind."""
     states = np.array([(3, 77, 12, 4096), (4, 78, 0, 0)], m.ACTOR_STATE)
-    push = m.Push.of_chunk(
-        LAYOUT, chunk(), 0, actor=3, incarnation=77, sequence=12, stream=9, rows=2
+    push = m.Push.of_chunks(
+        LAYOUT, chunk(), [(0, 9, 2), (0, 8, 1)], actor=3, incarnation=77, sequence=12
     )
     keys, priorities = np.array([1 << 27, -1]), np.array([0.5, -2.0], np.float32)
     return {
@@ -110,7 +119,7 @@ def test_every_kind_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", examples())
-def test_the_bytes_are_those_of_version_1(name: str) -> None:
+def test_the_bytes_are_those_of_version_2(name: str) -> None:
     """A change of any byte is a new version: golden files are never written anew."""
     assert joined(m.encode(examples()[name])) == (GOLDEN / f"{name}.bin").read_bytes()
 
@@ -124,9 +133,10 @@ def test_the_document_names_every_kind_and_every_fault() -> None:
 def test_a_chunk_arrives_as_it_was_and_sends_only_what_it_holds() -> None:
     memory = chunk()
     parts = m.encode(examples()["push"])
-    assert [len(p) for p in parts] == [64, 3 * 6, 2 * (2 * 2 * 2 + 8 + 3 * 4)]
+    row_bytes = 2 * 2 * 2 + 8 + 3 * 4
+    assert [len(p) for p in parts] == [64, (3 + 2) * 6, 2 * 16 + (2 + 1) * row_bytes]
     target = aligned_zeros(LAYOUT.body_bytes + 64)
-    m.decode(parts, FORM).write(LAYOUT, target, 64)
+    m.decode(parts, FORM).write(0, LAYOUT, target, 64)
     assert (target[64:] == memory).all()
 
 
@@ -136,18 +146,21 @@ def test_real_chunks_arrive_as_they_were(stack: int) -> None:
     store, slots, *_ = play(rng, streams=2, stack=stack, n=3, chunk=8, steps=60)
     layout = store.layout
     form = Form(layout, 2, 8)
-    for slot in slots:
-        rows = int(store.header_rows[slot, COUNT])
-        push = m.Push.of_chunk(
-            layout, store.mem, store.body(slot), actor=7, incarnation=9, sequence=0,
-            stream=int(store.header_rows[slot, STREAM]), rows=rows,
-        )  # fmt: skip
-        target = aligned_zeros(layout.body_bytes)
-        m.decode(m.encode(push), form).write(layout, target, 0)
-        for name in layout.sections:
-            count = push.frames if name == "obs" else rows
-            sent, came = store.column(slot, name), layout.column(name, target, 0)
-            assert (sent[:count] == came[:count]).all()
+    headers = store.header_rows
+    alone, together = [[slot] for slot in slots], [slots[:4], slots[4:6]]
+    for group in alone + together:
+        chunks = [(store.body(s), int(headers[s, STREAM]), int(headers[s, COUNT])) for s in group]
+        said = m.Push.of_chunks(layout, store.mem, chunks, actor=7, incarnation=9, sequence=0)
+        push = m.decode(m.encode(said), form)
+        assert [(c.stream, c.rows) for c in push.chunks] == [chunk[1:] for chunk in chunks]
+        for number, slot in enumerate(group):
+            target = aligned_zeros(layout.body_bytes)
+            push.write(number, layout, target, 0)
+            for name in layout.sections:
+                chunk = push.chunks[number]
+                count = chunk.frames if name == "obs" else chunk.rows
+                sent, came = store.column(slot, name), layout.column(name, target, 0)
+                assert (sent[:count] == came[:count]).all()
 
 
 @pytest.mark.parametrize(("stack", "channels_last"), [(1, False), (4, False), (4, True)])
@@ -196,8 +209,8 @@ def test_a_peer_of_another_schema_is_told_both_hashes() -> None:
 
 def test_a_peer_of_another_version_is_told_both_versions() -> None:
     parts = [bytes(p) for p in m.encode(m.Bye())]
-    parts[0] = parts[0][:4] + b"\x02\x00" + parts[0][6:]
-    with pytest.raises(BadMessage, match="version 1, the peer version 2"):
+    parts[0] = parts[0][:4] + b"\x03\x00" + parts[0][6:]
+    with pytest.raises(BadMessage, match="version 2, the peer version 3"):
         m.decode(parts, FORM)
 
 
@@ -298,7 +311,7 @@ def mutants(draw: st.DrawFn) -> list[bytes]:
     }
     size = draw(st.one_of(st.just(sum(map(len, body))), st.integers(0, 2**64 - 1)))
     head = HEADER.pack(
-        b"ZAPX", 1, f["kind"], f["schema"], f["incarnation"], f["sequence"], f["value"], size,
+        b"ZAPX", VERSION, f["kind"], f["schema"], f["incarnation"], f["sequence"], f["value"], size,
         f["number"], f["rows"], f["frames"], 0,
     )[:-4]  # fmt: skip
     crc = zlib.crc32(b"".join([head, *map(bytes, body)]))

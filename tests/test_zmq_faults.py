@@ -430,14 +430,14 @@ def test_another_version_of_the_protocol_is_refused_by_either_end() -> None:
     link = make_link(server.url, "reader", 1, layout)
     real = message_header.HEADER.pack
 
-    def of_version_2(magic: bytes, version: int, *rest: int) -> bytes:
-        return real(magic, 2, *rest)
+    def of_version_3(magic: bytes, version: int, *rest: int) -> bytes:
+        return real(magic, 3, *rest)
 
     packed = mock.Mock(wraps=message_header.HEADER)
-    packed.pack, packed.size = of_version_2, message_header.HEADER.size
+    packed.pack, packed.size = of_version_3, message_header.HEADER.size
     with (
         mock.patch.object(message_header, "HEADER", packed),
-        pytest.raises(Refused, match="speaks version 1, the peer version 2"),
+        pytest.raises(Refused, match="speaks version 2, the peer version 3"),
     ):
         until(lambda: False, lambda: (server.turn(), link.do_work()))
     assert server.server.counts["bad"] > 0

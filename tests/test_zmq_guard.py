@@ -121,10 +121,8 @@ def _push(layout: Any) -> m.Push:
     store = relay.store
     slot = next(iter(set(range(64)) - set(relay.free)))
     relay.kill()
-    return m.Push.of_chunk(
-        store.layout, store.mem, store.body(slot), actor=0, incarnation=1, sequence=0, stream=0,
-        rows=int(store.header_rows[slot, COUNT]),
-    )  # fmt: skip
+    chunk = store.body(slot), 0, int(store.header_rows[slot, COUNT])
+    return m.Push.of_chunks(store.layout, store.mem, [chunk], actor=0, incarnation=1, sequence=0)
 
 
 def harm_seen(behaviour: str, server: NetworkReplay) -> bool:

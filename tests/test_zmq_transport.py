@@ -166,8 +166,8 @@ def test_frames_are_sent_from_the_slot_that_they_lie_in() -> None:
     chunk = layout.chunk_layout
     store = ChunkStore(aligned_zeros(ChunkStore.required_bytes(chunk, 2)), chunk, 2)
     store.column(1, "obs_frames")[:3] = 4
-    push = Push.of_chunk(
-        chunk, store.mem, store.body(1), actor=0, incarnation=1, sequence=0, stream=0, rows=3
+    push = Push.of_chunks(
+        chunk, store.mem, [(store.body(1), 0, 3)], actor=0, incarnation=1, sequence=0
     )
     _, frames, rest = encode(push)
     sent = np.frombuffer(frames, np.uint8)

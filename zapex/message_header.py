@@ -24,10 +24,11 @@ except ImportError:
     from zlib import crc32
 
 MAGIC = b"ZAPX"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sHHQqqqQiIII")
 MAX_PARTS = 18  # a header, sixteen observation columns, and the rest
 MAX_ACTORS = 4096
+PUSH_BYTES = 1 << 17  # small chunks go together up to so many slots' bodies
 MAX_COUNT = 1 << 60  # sequences and versions stay below: whoever counts on has room to
 
 Part = memoryview
@@ -78,9 +79,19 @@ class Form:
         return self.layout.schema
 
     @property
+    def most_pushed(self) -> int:
+        """Chunks in one message: as many as have bodies of PUSH_BYTES, at least one.
+
+        A chunk sends only what it holds: with room for 128 KiB a message has 64 KiB also where they
+        are half full.
+        """
+        return -(-PUSH_BYTES // self.layout.body_bytes)
+
+    @property
     def largest_request_bytes(self) -> int:
         """No part of a message to the replay is larger: for the transport's own limit."""
-        return max(self.layout.body_bytes, self.parameter_bytes, 16 * self.batch_size, 1 << 18)
+        pushed = self.most_pushed * (self.layout.body_bytes + 16)  # with their records
+        return max(pushed, self.parameter_bytes, 16 * self.batch_size, 1 << 18)
 
     @property
     def largest_answer_bytes(self) -> int:

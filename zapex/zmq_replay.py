@@ -46,14 +46,16 @@ from zapex.transport import Life
 from zapex.zmq_server import Session, ZmqServer
 
 _MOST_REQUESTS = 64
+_UNACKNOWLEDGED = 16  # chunks that may be committed before any of them is acknowledged
 
 
 class ZmqExperienceSource:
     """Chunks from relays, each straight into a slot granted to its actor.
 
     A life, as the replay's intake counts it, is a host's: actors that a relay starts again play on
-    with the same slots. An acknowledgement leaves after the slot's state is stored, one a relay
-    for all that has come at once.
+    with the same slots. An acknowledgement leaves after the slot's state is stored, one a relay for
+    all that comes one behind another: not while the actor's next push is under way, as the last one
+    said, unless a look brought nothing or `_UNACKNOWLEDGED` chunks have come.
     """
 
     def __init__(self, server: ZmqServer, store: ChunkStore) -> None:
@@ -63,7 +65,9 @@ class ZmqExperienceSource:
         self._lives = dict.fromkeys(actors, NOBODY)
         self._slots: list[deque[int]] = [deque() for _ in actors]
         self._committed: list[list[int]] = [[] for _ in actors]
-        self._touched: set[int] = set()
+        self._touched: set[int] = set()  # actors whose state goes to their relays
+        self._awaited: set[int] = set()  # the same, but their next push follows at once
+        self._answered = 0  # chunks, when the last acknowledgement left
         self.counts = dict.fromkeys(("chunks", "bytes", "doubled", "early", "uncredited"), 0)
         rows = store.header_rows
         self._next_grant = int(rows[:, GRANT_SEQUENCE].max(initial=-1)) + 1
@@ -77,7 +81,8 @@ class ZmqExperienceSource:
 
     def ready(self) -> bool:
         """Something has come."""
-        return self._server.ready() or any(self._committed)
+        due = self._touched or self._awaited
+        return self._server.ready() or bool(due) or any(self._committed)
 
     def lives(self) -> list[Life]:
         """Takes in what has come; actors whose host came, left or was replaced since."""
@@ -91,6 +96,8 @@ class ZmqExperienceSource:
                     self._slots[actor].clear()
                 changed.append(Life(actor, host))
                 self._touched.add(actor)
+        if self.counts["chunks"] - self._answered >= _UNACKNOWLEDGED or not any(self._committed):
+            self._touched |= self._awaited
         self._acknowledge()
         return changed
 
@@ -113,7 +120,7 @@ class ZmqExperienceSource:
         self._next_grant += len(slots)
         self._slots[actor].extend(slots.tolist())
         session = self._server.session_of(actor)
-        if session is not None:
+        if session is not None and actor not in self._awaited:
             self._server.send(session, SMALL, Ack(self._server.actor_states([actor])))
 
     def _is_settled(self, actor: int) -> bool:
@@ -129,41 +136,51 @@ class ZmqExperienceSource:
         if actor >= self._roster.actors:
             raise BadMessage(f"the run has {self._roster.actors} actors, got number {actor}")
         if not self._is_settled(actor) or self._lives[actor] != session.host:
-            self._out_of_season(session, "uncredited")
+            self._out_of_season(session, "uncredited", len(push.chunks))
             return
         incarnation, expected = self._roster.state(actor)
-        self._touched.add(actor)
-        if push.incarnation < incarnation or (
-            push.incarnation == incarnation and push.sequence < expected
-        ):
-            self._out_of_season(session, "doubled")
-        elif push.sequence != (expected if push.incarnation == incarnation else 0):
-            self._out_of_season(session, "early")
-        elif not self._slots[actor]:
-            self._out_of_season(session, "uncredited")
+        (self._awaited if push.more else self._touched).add(actor)
+        count, slots = len(push.chunks), self._slots[actor]
+        # How many of these are known; what is left begins with exactly the next one, or is early.
+        known = (expected if push.incarnation == incarnation else 0) - push.sequence
+        if push.incarnation < incarnation or known >= count:
+            self._out_of_season(session, "doubled", count)
+            return
+        if known < 0:
+            self._out_of_season(session, "early", count)
+            return
+        self.counts["doubled"] += known
+        taken = min(count - known, len(slots))
+        self.counts["bytes"] += sum(part.nbytes for part in push.body)
+        for number in range(known, known + taken):
+            self._commit(slots.popleft(), push, number)
+        if known + taken < count:
+            self._out_of_season(session, "uncredited", count - known - taken)
         else:
-            self._commit(self._slots[actor].popleft(), push)
             self._server.forgive(session, BULK)
 
-    def _out_of_season(self, session: Session, what: str) -> None:
-        self.counts[what] += 1
+    def _out_of_season(self, session: Session, what: str, chunks: int) -> None:
+        self.counts[what] += chunks
         self._server.strike(session, BULK)
 
-    def _commit(self, slot: int, push: Push) -> None:
-        store = self._store
-        push.write(store.layout, store.mem, store.body(slot))
+    def _commit(self, slot: int, push: Push, number: int) -> None:
+        store, chunk, sequence = self._store, push.chunks[number], push.sequence + number
+        push.write(number, store.layout, store.mem, store.body(slot))
         header = store.header_rows[slot]
-        header[COUNT], header[STREAM], header[SEQUENCE] = push.rows, push.stream, push.sequence
+        header[COUNT], header[STREAM], header[SEQUENCE] = chunk.rows, chunk.stream, sequence
         header[INCARNATION], header[HOST] = push.incarnation, self._roster.host(push.actor)
         # SYNC chunk-whole: the one store that commits; a server that dies before it took nothing
         set_state_kernel(store.headers, slot, COMMITTED)
-        self._roster.advance(push.actor, push.incarnation, push.sequence + 1)
+        self._roster.advance(push.actor, push.incarnation, sequence + 1)
         self._committed[push.actor].append(slot)
         self.counts["chunks"] += 1
-        self.counts["bytes"] += sum(part.nbytes for part in push.body)
 
     def _acknowledge(self) -> None:
         touched, self._touched = self._touched, set()
+        if not touched:
+            return
+        self._awaited -= touched
+        self._answered = self.counts["chunks"]
         by_session: dict[Session, list[int]] = {}
         for actor in sorted(touched):
             session = self._server.session_of(actor)

@@ -21,7 +21,8 @@ from zapex.message_header import MAX_PARTS
 _DOMAIN = b"zapex"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _HANDSHAKE_S = 10.0
-_COPIED_BYTES = 1 << 16  # a smaller part is copied: sharing it with libzmq takes longer
+# A smaller part is copied: what pyzmq does to say that a shared one is free again takes longer.
+_COPIED_BYTES = 1 << 20
 _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of it
 # M_MMAP_THRESHOLD (its largest value), M_TRIM_THRESHOLD, M_ARENA_MAX: of malloc.h, mallopt(3)
 _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}

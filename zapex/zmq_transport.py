@@ -6,6 +6,7 @@ apart there by its numbers. Batches: zmq_samples.py.
 """
 
 import bisect
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ class _Chunk:
     incarnation: int
     sequence: int
     slot: int = field(compare=False)
+    stream: int = field(default=0, compare=False)
+    rows: int = field(default=0, compare=False)
     trackers: list[Any] = field(default_factory=list, compare=False)
 
     @property
@@ -62,14 +65,17 @@ class ChunkSender:
     """Closed slots of some actors, straight from memory to the replay, until it has them.
 
     An actor's chunks go in order of (incarnation, sequence), those of a new incarnation only when
-    all before are acknowledged. store: where the slots lie. Actor i of the store (its slots'
-    headers) is the i-th of the numbers that the replay gave this host.
+    all before are acknowledged. Small ones that are there go together; none waits for another.
+    store: where the slots lie. Actor i of the store (its slots' headers) is the i-th of the numbers
+    that the replay gave this host.
     """
 
     def __init__(
         self, link: ZmqLink, store: ChunkStore, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._link, self._store, self._clock_s = link, store, clock_s
+        assert link.form is not None
+        self._most = link.form.most_pushed
         self._queues: dict[int, _Queue] = {}
         self._numbers: list[int] = []
         self._leaving: deque[_Chunk] = deque()
@@ -85,14 +91,16 @@ class ChunkSender:
     def offer(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
         """Whole chunks; they stay in their slots until `take_freed` names these."""
         for slot in np.asarray(slots, np.int64).tolist():
-            header = self._store.header_rows[slot]
-            queue = self._queues.setdefault(int(header[ACTOR]), _Queue())
-            bisect.insort(
-                queue.chunks, _Chunk(int(header[INCARNATION]), int(header[SEQUENCE]), slot)
+            header = self._store.header_rows[slot].tolist()
+            chunk = _Chunk(
+                header[INCARNATION], header[SEQUENCE], slot, header[STREAM], header[COUNT]
             )
+            bisect.insort(self._queues.setdefault(header[ACTOR], _Queue()).chunks, chunk)
 
     def take_freed(self) -> list[int]:
         """Slots whose chunks are acknowledged and that libzmq has let go of."""
+        if not self._leaving:
+            return []
         freed = [chunk.slot for chunk in self._leaving if chunk.let_go]
         self._leaving = deque(chunk for chunk in self._leaving if not chunk.let_go)
         return freed
@@ -101,36 +109,43 @@ class ChunkSender:
         """Send what credit there is for; how many chunks."""
         done, now_s = 0, self._clock_s()
         for actor, queue in self._queues.items():
-            if actor >= len(self._numbers):
+            if actor >= len(self._numbers) or not queue.chunks:
                 continue
             if queue.sent and now_s - queue.moved_s > RESEND_S:
                 self._again(queue)
             credit = queue.credit_bytes // self._store.layout.body_bytes
-            while queue.sent < min(len(queue.chunks), credit):
-                chunk = queue.chunks[queue.sent]
-                if chunk.incarnation != queue.chunks[0].incarnation:
-                    break
-                if not self._send(self._numbers[actor], chunk):
+            following = _Chunk(queue.chunks[0].incarnation + 1, 0, -1)
+            end = min(credit, bisect.bisect_left(queue.chunks, following))
+            while queue.sent < end:
+                group = self._group(queue.chunks, queue.sent, end)
+                more = queue.sent + len(group) < end
+                if not self._send(self._numbers[actor], group, more):
                     break
                 if queue.sent == 0:
                     queue.moved_s = now_s
-                queue.sent += 1
-                done += 1
+                queue.sent += len(group)
+                done += len(group)
         return done
 
-    def _send(self, number: int, chunk: _Chunk) -> bool:
-        store = self._store
-        header = store.header_rows[chunk.slot]
-        push = Push.of_chunk(
-            store.layout, store.mem, store.body(chunk.slot), actor=number,
-            incarnation=chunk.incarnation, sequence=chunk.sequence, stream=int(header[STREAM]),
-            rows=int(header[COUNT]),
+    def _group(self, chunks: list[_Chunk], start: int, end: int) -> list[_Chunk]:
+        """Chunks from number `start` on that go in one message, all in front of number `end`."""
+        group = chunks[start : min(end, start + self._most)]
+        follow = (c.sequence == group[0].sequence + i for i, c in enumerate(group))
+        return list(itertools.compress(group, itertools.takewhile(bool, follow)))
+
+    def _send(self, number: int, group: list[_Chunk], more: bool) -> bool:
+        store, first = self._store, group[0]
+        push = Push.of_chunks(
+            store.layout, store.mem, [(store.body(c.slot), c.stream, c.rows) for c in group],
+            actor=number, incarnation=first.incarnation, sequence=first.sequence, more=more,
         )  # fmt: skip
         tracker = self._link.send(BULK, push)
         if tracker is None:
             return False
-        chunk.trackers.append(tracker)
-        self.counts["chunks"] += 1
+        if not tracker.done:  # copied, mostly
+            for chunk in group:
+                chunk.trackers.append(tracker)
+        self.counts["chunks"] += len(group)
         self.counts["bytes"] += sum(part.nbytes for part in push.body)
         return True
 

@@ -109,9 +109,8 @@ def examples() -> dict[str, Any]:
     states = np.array([(3, 77, 12, 4096), (4, 78, 0, 0)], m.ACTOR_STATE)
     keys, priorities = np.array([1 << 27, -1]), np.array([0.5, -2.0], np.float32)
     config = {"gamma": 0.5, "env": "x", "env_kwargs": {"a": [1, None, True]}}
-    push = m.Push.of_chunk(
-        LAYOUT, _chunk(), 0, actor=3, incarnation=77, sequence=12, stream=9, rows=2
-    )
+    chunks = [(0, 9, 2), (0, 8, 1)]
+    push = m.Push.of_chunks(LAYOUT, _chunk(), chunks, actor=3, incarnation=77, sequence=12)
     return {
         "hello": m.Hello("relay", 1234, 77, m.SMALL, SCHEMA.hash, 2, config),
         "welcome": m.Welcome(99, SCHEMA.hash, 55, 7, 8, 4, True, states),
@@ -149,7 +148,7 @@ def _message_run(data: bytes) -> bool:
 
 
 class _PushRun:
-    """A push is written into a slot, and no byte outside of it changes."""
+    """Each chunk of a push is written into a slot, and no byte outside of it changes."""
 
     def __init__(self) -> None:
         self._margin = 64
@@ -158,7 +157,8 @@ class _PushRun:
     def __call__(self, data: bytes) -> bool:
         push = _decode(data)
         if isinstance(push, m.Push):
-            push.write(LAYOUT, self._memory, self._margin)
+            for number in range(len(push.chunks)):
+                push.write(number, LAYOUT, self._memory, self._margin)
             assert not self._memory[: self._margin].any()
             assert not self._memory[-self._margin :].any()
         return push is not None
