@@ -34,7 +34,7 @@ LEARNERS = {
         None,
         "--hidden 512 --channels 32 --batch-size 512 --samples-per-insert 3",
     ),
-    "paced at 20 ms, batch 64": (0.02, "--batch-size 64 --samples-per-insert 8"),
+    "paced at 20 ms, batch 64": (0.02, "--batch-size 64 --samples-per-insert 8 --prefetch 3"),
 }
 START_S = 240.0
 SETTLE_S = 10.0

@@ -13,7 +13,7 @@ import pytest
 from tests.parts import VARIABLES, Cluster, check_account, cluster_in
 from zapex import cli, curve_keys
 
-SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--max-frames", "0"]
+SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--max-frames", "0", "--prefetch", "3"]
 GRACE_S = 30.0  # of five: a busy machine is no failure
 
 

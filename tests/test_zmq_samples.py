@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 
 from tests.test_zmq_transport import filled, spoilt_once
 from tests.transport_rigs import BATCH, BETA, SCHEMA, Rig, nothing_left_open, until
-from zapex import messages, zmq_samples
 from zapex.batch import Batch
 from zapex.batch_packing import BatchUnpacker
+from zapex.errors import BadMessage
 from zapex.message_header import Kind
 from zapex.replay import Draw, importance_weights
 from zapex.schema import BatchLayout
@@ -41,11 +40,13 @@ class Learning:
     def wait_for(self, batches: int) -> None:
         """All of them have come, checked or not."""
         source = self.source
-        until(
-            lambda: batches
-            <= len(source._arrived) + sum(a is not None for a in source._pending.values()),
-            self.answer, f"{batches} batches",
-        )  # fmt: skip
+
+        def come() -> int:
+            beside = source._job is not None and source._job.fresh
+            answered = sum(a is not None for a in source._pending.values())
+            return len(source._come) + beside + answered
+
+        until(lambda: come() >= batches, self.answer, f"{batches} batches")
 
     def poll(self) -> Batch:
         batch, spare = self.batches
@@ -105,20 +106,15 @@ def test_a_batch_that_arrives_broken_beside_the_learner_is_asked_for_again(
         learning.source.request()
     learning.wait_for(2)
     learning.poll()
-    go_on = threading.Event()
-
-    def decode_later(*args: Any) -> Any:
-        assert go_on.wait(20)
-        return messages.decode(*args)
-
-    late = mock.patch.object(zmq_samples, "messages", mock.Mock(decode=decode_later))
-    with spoilt_once(Kind.BATCH), late:
+    with spoilt_once(Kind.BATCH):
         for _ in range(2):
             learning.source.request()
         learning.wait_for(3)
         learning.check(learning.poll(), learning.draws[1])
-        assert learning.source._following is not None  # the broken one, which nobody knows yet
-        go_on.set()
+        broken = learning.source._job
+        assert broken is not None
+        with pytest.raises(BadMessage):
+            broken.work.result(20)
         seen = {learning.poll().keys.tobytes() for _ in range(2)}
     assert seen == {draw.keys.tobytes() for draw in learning.draws[3:5]}
     assert learning.source._link.counts["bad"] == 1
@@ -134,8 +130,8 @@ def test_an_answer_that_came_twice_is_not_given_though_it_was_unpacked(learning:
     (session,) = learning.rig.sample_sink._reachable()
     session.requests[1] = None
     learning.source.request()
-    until(lambda: len(learning.source._arrived) == 2, learning.answer, "two batches")
-    learning.source._unpack_ahead(learning.batches[0])  # the first of them: the double
+    until(lambda: len(learning.source._come) == 2, learning.answer, "two batches")
+    learning.source._begin_job(learning.batches[0])  # the first of them: the double
     learning.check(learning.poll(), learning.draws[3])
     assert learning.source.counts["doubled"] == 1
     assert not np.array_equal(learning.draws[2].keys, learning.draws[3].keys)

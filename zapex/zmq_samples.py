@@ -7,6 +7,7 @@ a connection is new to it, and told apart there by their numbers.
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from zapex import messages
 from zapex.batch import Batch
 from zapex.batch_packing import BatchUnpacker, check_batch_size
-from zapex.errors import BadMessage
 from zapex.experience_messages import BatchMessage
 from zapex.message_header import Kind
 from zapex.messages import BULK, SMALL, Sample, Update, UpdateAck, Welcome
@@ -29,13 +29,26 @@ _UPDATES = 16  # updates that may be under way
 _DEADLINE_S = 60.0  # for milliseconds of work on a thread of ours
 
 _Unpacked = tuple[BatchMessage, NDArray[np.float64]]
+"""A message, and the leaves of its batch."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    batch: Batch
+    fresh: bool  # the link has not seen the message yet
+    work: Future[_Unpacked]
+
+    @property
+    def message(self) -> BatchMessage:
+        """Raises BadMessage."""
+        return self.work.result(_DEADLINE_S)[0]
 
 
 class ZmqSampleSource:
     """A learner's batches, packed by the replay; several requests in flight.
 
-    Where polls say which memory comes `following`, batches are checked as they come and the next
-    one is unpacked there, both by a thread, while the learner learns.
+    Where polls say which memory comes `following`, a thread checks the next batch and unpacks it
+    there while the learner learns.
     """
 
     def __init__(self, link: ZmqLink, beta: float) -> None:
@@ -50,8 +63,9 @@ class ZmqSampleSource:
         self._updates: deque[tuple[Update, bool]] = deque()
         self._epoch = 0
         self._thread: ThreadPoolExecutor | None = None
-        self._arrived: deque[Future[BatchMessage]] = deque()  # the thread checks them, in order
-        self._following: tuple[Batch, Future[_Unpacked]] | None = None
+        self._come: deque[list[Any]] = deque()  # not checked yet
+        self._job: _Job | None = None  # what the thread is at
+        self._ahead: tuple[Batch, _Unpacked] | None = None  # what it has done
         self.counts = dict.fromkeys(("doubled", "foreign"), 0)
         link.handlers[Kind.BATCH] = self._batch
         link.handlers[Kind.UPDATE_ACK] = self._update_ack
@@ -78,8 +92,10 @@ class ZmqSampleSource:
     def ready(self) -> bool:
         """A batch can be polled."""
         self._link.do_work()
-        while self._arrived and (self._arrived[0].done() or self._oldest() is None):
-            self._link.accept(BULK, partial(self._arrived.popleft().result, _DEADLINE_S))
+        if self._oldest() is None:
+            self._finish_job()
+        while self._come and self._oldest() is None:
+            self._link.accept(BULK, partial(messages.decode, self._come.popleft(), self._form))
         return self._oldest() is not None
 
     def _oldest(self) -> tuple[int, BatchMessage] | None:
@@ -89,21 +105,21 @@ class ZmqSampleSource:
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """The oldest batch that has come, into `batch`, weights and keys included; or None."""
-        ahead = self._unpacked_ahead(batch)
+        self._finish_job()  # it may be writing there
         if not self.ready():
             return None
-        oldest = self._oldest()
+        oldest, (ahead, self._ahead) = self._oldest(), (self._ahead, None)
         assert oldest is not None
         sequence, message = oldest
-        if ahead is not None and ahead[0] is message:
-            leaves = ahead[1]
+        if ahead is not None and ahead[0] is batch and ahead[1][0] is message:
+            leaves = ahead[1][1]
         else:
             leaves, _, _ = self._unpacker(batch.layout).unpack(message, batch)
         batch.weights[:] = importance_weights(leaves, self._beta)
         self._epoch = message.epoch
         del self._pending[sequence]
         if following is not None:
-            self._unpack_ahead(following)
+            self._begin_job(following)
         return Sampled(torn=0, live=message.live)
 
     def _unpacker(self, layout: BatchLayout) -> BatchUnpacker:
@@ -111,40 +127,34 @@ class ZmqSampleSource:
             self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
         return self._unpackers[layout]
 
-    def _unpacked_ahead(self, batch: Batch) -> _Unpacked | None:
-        """What the thread has put into `batch`, which it does not touch any more; or None."""
-        if self._following is None:
-            return None
-        (memory, unpacked), self._following = self._following, None
-        try:
-            found = unpacked.result(_DEADLINE_S)
-        except BadMessage:  # as whoever accepts it is told, too
-            return None
-        return found if memory is batch else None
+    def _begin_job(self, batch: Batch) -> None:
+        """Have the next answer, where one has come, checked and unpacked into `batch`.
 
-    def _unpack_ahead(self, batch: Batch) -> None:
-        """Begin to put the next answer into `batch`, where one has come."""
+        Begun here and no earlier: a thread that runs while the learner sends and asks would only
+        be in its way.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "batches")
-            self._link.aside[Kind.BATCH] = self._check_aside
-        unpacker, oldest = self._unpacker(batch.layout), self._oldest()
-        checked = self._arrived[0] if self._arrived else None
-        if oldest is None and checked is None:
+            self._link.aside[Kind.BATCH] = self._come.append
+        known, unpacker = self._oldest(), self._unpacker(batch.layout)
+        if known is None and not self._come:
             return
+        parts = self._come.popleft() if known is None else []
 
         def unpack() -> _Unpacked:
-            if oldest is not None:
-                message = oldest[1]
-            else:
-                assert checked is not None
-                message = checked.result(_DEADLINE_S)
+            message = known[1] if known is not None else messages.decode(parts, self._form)
             return message, unpacker.unpack(message, batch)[0]
 
-        self._following = batch, self._thread.submit(unpack)
+        self._job = _Job(batch, known is None, self._thread.submit(unpack))
 
-    def _check_aside(self, parts: list[Any]) -> None:
-        assert self._thread is not None
-        self._arrived.append(self._thread.submit(messages.decode, parts, self._form))
+    def _finish_job(self) -> None:
+        """The thread touches no batch from here on, and what it has checked is taken in."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        taken = not job.fresh or self._link.accept(BULK, lambda: job.message) is not None
+        if taken:
+            self._ahead = job.batch, job.work.result(_DEADLINE_S)
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
         """Send new priorities; False while too many are under way."""
