@@ -28,13 +28,14 @@ def run(*arguments, timeout_s=110):
     ).stdout  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["cartpole_dqn", "sac_pendulum"])
-def test_an_example_runs_from_end_to_end(name):
-    out = run(f"examples/{name}.py", "--total-steps", "1500", "--learning-starts", "200")
+@pytest.mark.parametrize(("name", "steps"), [("cartpole_dqn", "1500"), ("sac_pendulum", "600")])
+def test_an_example_runs_from_end_to_end(name, steps):
+    out = run(f"examples/{name}.py", "--total-steps", steps, "--learning-starts", "200")
     assert "episodes; mean return of the last" in out
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+# With forkserver test_handle.py's processes are quicker.
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_the_example_of_two_processes_runs_from_end_to_end(method):
     few = ["--total-steps", "1500", "--learning-starts", "200", "--start-method", method]
     out = run("examples/cartpole_two_processes.py", *few)
