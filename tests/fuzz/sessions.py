@@ -32,7 +32,7 @@ from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.zmq_server import ZmqServer
 from zapex.zmq_socket import Security
 
-_ACTORS, _MOST = 2, 24
+_ACTORS, _STREAMS, _MOST = 2, 2, 24
 
 
 class _Frame(zmq.Frame):
@@ -66,8 +66,9 @@ Said = list[tuple[bytes, Any]]
 
 
 def _pushes(route: bytes, example: m.Push) -> Said:
+    """Two pushes of two chunks each, and one that brings the last chunk again."""
     said = []
-    for sequence in range(2):
+    for sequence in (0, 2, 3):
         changed = {**vars(example), "actor": 0, "incarnation": 5, "sequence": sequence}
         said.append((route, m.Push(**changed)))
     return said
@@ -113,7 +114,7 @@ class Sessions(ABC):
         self._roster[:] = 0
         layout = self._layout
         replay = PrioritizedReplay(
-            layout.capacity, layout.schema, seed=1, streams=2, chunk=layout.chunk,
+            layout.capacity, layout.schema, seed=1, streams=layout.streams, chunk=layout.chunk,
             buffer=self._memory,
         )  # fmt: skip
         roster = Roster(self._roster, _ACTORS, replay.store.header_rows)
@@ -188,7 +189,9 @@ class RunSessions(Sessions):
     def __init__(self, form: Form, examples: dict[str, Any]) -> None:
         self.form = form
         self._mailbox_memory = aligned_zeros(Mailbox.required_bytes(form.parameter_bytes))
-        super().__init__(ReplayLayout(form.schema, 16, 2, form.layout.chunk), examples)
+        super().__init__(
+            ReplayLayout(form.schema, 16, _ACTORS * _STREAMS, form.layout.chunk), examples
+        )
 
     def _session(self, examples: dict[str, Any]) -> Said:
         said = self._hellos((b"ab", "relay", 1), (b"cd", "learner", 1), (b"ef", "reader", 0))
@@ -208,10 +211,10 @@ class RunSessions(Sessions):
         source = ZmqExperienceSource(server, replay.store)
         sink, parameters = ZmqSampleSink(server, replay.store), ZmqParameters(server, self._mailbox)
         limits = LimiterConfig(
-            samples_per_insert=0, min_size=1, tolerance=0, grant=layout.chunk, batch=1,
+            samples_per_insert=0, min_size=1, tolerance=0, grant=_STREAMS * layout.chunk, batch=1,
             capacity=layout.capacity,
         )  # fmt: skip
-        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=1)
+        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
 
         def do_work() -> None:
             intake.do_work(sink.issued, sink.released)
@@ -233,7 +236,7 @@ class LibrarySessions(Sessions):
     config = CONFIG
 
     def __init__(self, form: Form, examples: dict[str, Any]) -> None:
-        layout = ReplayLayout(form.schema, 16, 2, form.layout.chunk)
+        layout = ReplayLayout(form.schema, 16, _ACTORS * _STREAMS, form.layout.chunk)
         self.form = form_of(layout)
         super().__init__(layout, examples)
 
@@ -250,13 +253,13 @@ class LibrarySessions(Sessions):
         return [*said, (b"a", m.Bye()), (b"c", m.Bye())]
 
     def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
-        chunk = self._layout.chunk
+        grant = _STREAMS * self._layout.chunk
         limits = LimiterConfig(
-            samples_per_insert=1, min_size=1, tolerance=2 * chunk + self.form.batch_size,
-            grant=chunk, batch=self.form.batch_size, capacity=self._layout.capacity,
+            samples_per_insert=1, min_size=1, tolerance=2 * grant + self.form.batch_size,
+            grant=grant, batch=self.form.batch_size, capacity=self._layout.capacity,
         )  # fmt: skip
         source = ZmqExperienceSource(server, replay.store)
-        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=1)
+        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
         clock = itertools.count()  # a call that waits for the limiter is refused a few looks later
         desk = LibraryDesk(
             server, replay, intake.limiter, timeout_s=4.0, clock_s=lambda: float(next(clock))
