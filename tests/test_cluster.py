@@ -48,7 +48,9 @@ def test_hosts_come_and_go_and_every_transition_that_was_sent_is_there_when_the_
     assert leaves.is_gone()
     replay.wait_to_say(" left; ")
     comes.wait_for(lambda: comes.snapshot()["totals"]["frames"] > 0, "frames")
-    learner.wait_for(lambda: learner.snapshot()["totals"]["batches"] > 0, "a batch")
+    # Frames are told it by the replay, every second.
+    for what in ("batches", "frames"):
+        learner.wait_for(lambda what=what: learner.snapshot()["totals"][what] > 0, what)
     # Ctrl-C of the learner ends nobody else. When it goes on, it is over: that ends everybody.
     assert learner.ends(GRACE_S, signal.SIGINT) == 0
     assert learner.is_gone()
