@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import zmq
 
@@ -306,6 +307,25 @@ def test_a_connection_is_one_clients_and_clients_have_a_number_limit(peer: Any) 
         answer = m.decode(other.recv_multipart(), server.server.form)
         assert answer.fault == m.Fault.FULL
         assert len(list(server.server.sessions("reader"))) == 1
+    server.close()
+
+
+def test_what_waits_for_a_peer_that_reads_nothing_is_seen_to_be_held_for_it(peer: Any) -> None:
+    server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
+    client = peer(server.url)
+    client.rcvhwm, client.rcvbuf = 1, 4096
+    client.disconnect(server.url)
+    client.connect(server.url)
+    client.send_multipart(m.encode(hello("reader", m.BULK)))
+    until(lambda: any(server.server.sessions("reader")), server.turn, "the hello")
+    (session,) = server.server.sessions("reader")
+    nbytes, many = 1 << 17, 50
+    parts = m.encode(m.Params(1, memoryview(np.zeros(nbytes, np.uint8))))
+    for _ in range(many):
+        assert server.server.send_parts(session, m.BULK, parts) is not None
+    guard, route = server.server._guard, session.routes[m.BULK]
+    assert route is not None
+    until(lambda: guard._held(guard._fds[route]) >= many * nbytes // 4, server.turn, "a look")
     server.close()
 
 

@@ -16,7 +16,15 @@ from zapex import messages
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
 from zapex.message_header import Form, Kind, kind_of
 from zapex.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
-from zapex.zmq_socket import Security, connect, let_grow_if_far, make_context, receive, send
+from zapex.zmq_socket import (
+    CLIENT_COPIED_BYTES,
+    Security,
+    connect,
+    let_grow_if_far,
+    make_context,
+    receive,
+    send,
+)
 
 HELLO_S = 1.0
 SILENT_S = 5.0  # a host with more work than cores is not a dead one
@@ -123,7 +131,8 @@ class ZmqLink:
         return self._send(channel, message)
 
     def _send(self, channel: int, message: Any) -> Any | None:
-        tracker = send(self._sockets[channel], messages.encode(message))
+        parts = messages.encode(message)
+        tracker = send(self._sockets[channel], parts, CLIENT_COPIED_BYTES)
         if tracker is None:
             self.counts["unsent"] += 1
         return tracker

@@ -22,7 +22,8 @@ _DOMAIN = b"zapex"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _HANDSHAKE_S = 10.0
 # A smaller part is copied: what pyzmq does to say that a shared one is free again takes longer.
-_COPIED_BYTES = 1 << 20
+# That is so up to 1 MiB, but a server's guard sees only what is shared wait for a peer.
+_COPIED_BYTES, CLIENT_COPIED_BYTES = 1 << 16, 1 << 20
 _ENVELOPE_BYTES = 64  # what CURVE adds to a part, and libzmq counts as part of it
 # M_MMAP_THRESHOLD (its largest value), M_TRIM_THRESHOLD, M_ARENA_MAX: of malloc.h, mallopt(3)
 _MALLOC = {-3: 32 << 20, -1: 256 << 20, -8: 1}
@@ -236,8 +237,8 @@ def receive(socket: Any) -> list[Any] | None:
     return parts
 
 
-def send(socket: Any, parts: Sequence[Any]) -> Any | None:
-    """Send without waiting and without copying large parts.
+def send(socket: Any, parts: Sequence[Any], copied_bytes: int = _COPIED_BYTES) -> Any | None:
+    """Send without waiting and without copying parts of `copied_bytes` or more.
 
     Returns a tracker whose `done` says that libzmq has let go of all parts; None where the message
     could not go. Raises PeerError where the peer is not there.
@@ -247,7 +248,7 @@ def send(socket: Any, parts: Sequence[Any]) -> Any | None:
     try:
         for i, part in enumerate(parts):
             flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
-            if len(part) < _COPIED_BYTES:
+            if len(part) < copied_bytes:
                 socket.send(part, flags)
             else:
                 shared.append(socket.send(part, flags, copy=False, track=True))
