@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,3 +28,6 @@ def reap(pid: int) -> None:
     """End a child of `fork`."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    # torch's queue names the memory that it shares, for a moment: somebody killed in it leaves it.
+    for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        left.unlink(missing_ok=True)
