@@ -21,6 +21,7 @@ from zapex.topology import make_role, totals_of
 
 _LONGEST_WAIT_S = 0.2  # also how soon a waiting role sees that it shall stop
 _PATIENCE_S = 1.0  # for the duty cycle under way; what follows is saving
+_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,15 @@ class Stop:
     """Set by SIGTERM; a role finishes its duty cycle and ends.
 
     A cycle that compiles a kernel or waits for a busy machine is broken off after a while: what
-    there is to save has to be saved before the parent loses its patience.
+    there is to save has to be saved before the parent loses its patience. Numba compiles with
+    callbacks from C, and what is raised in one of those goes nowhere: it comes again at once.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.broken_off = False
         self._over = False
+        self._unraisable = sys.unraisablehook
+        sys.unraisablehook = self._lost
         signal.signal(signal.SIGALRM, self._break_off)
         signal.signal(signal.SIGTERM, self._ask)
 
@@ -64,6 +68,7 @@ class Stop:
         """The last duty cycle has ended; nothing is broken off from here on."""
         self._over = True
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        sys.unraisablehook = self._unraisable
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
@@ -71,17 +76,29 @@ class Stop:
 
     def _break_off(self, number: int, frame: object) -> None:
         if not self._over:
-            self._over = True
+            self._over = self.broken_off = True
             raise BrokenOff
+
+    def _lost(self, lost: Any) -> None:
+        if not issubclass(lost.exc_type, BrokenOff):
+            self._unraisable(lost)
+        else:
+            self._over = False
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
 
 def run_role(role: DutyCycle, waiter: Waiter, stop: Stop) -> None:
     """Duty cycles until told to stop; a role without work waits, and looks again in time."""
     with contextlib.suppress(BrokenOff):
-        while not stop.asked:
-            if not role.do_work():
-                waiter.wait(lambda: stop.asked or role.ready(), _LONGEST_WAIT_S)
+        try:
+            while not stop.asked:
+                if not role.do_work():
+                    waiter.wait(lambda: stop.asked or role.ready(), _LONGEST_WAIT_S)
+        except Exception:
+            if not stop.broken_off:  # else it is what Numba makes of a callback that failed
+                raise
         stop.over()
+    stop.over()  # here after a break
 
 
 def main(text: str, incarnation: int) -> None:
