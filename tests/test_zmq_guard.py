@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -217,6 +218,45 @@ def test_a_request_whose_asker_is_lost_before_the_answer_ends_nothing(peer: Any)
         server.sink.answer(server.replay.draw(BATCH))
     assert server.sink.counts["dropped"] >= 1
     assert server.sink.requests() == 0
+    relay.kill()
+    server.close()
+
+
+def test_a_learner_that_takes_no_batches_has_four_packed_and_no_memory_is_kept_for_more(
+    peer: Any,
+) -> None:
+    memory = Memory(layout_of(400), 1)
+    server = NetworkReplay(memory, "tcp://127.0.0.1:0")
+    relay, sink = Relay(memory.layout, server.url), server.sink
+    until(
+        lambda: relay.make() and len(server.replay) >= BATCH,
+        lambda: (server.turn(), relay.turn()),
+        "enough to sample",
+    )
+    trackers: list[SimpleNamespace] = []
+
+    def send(session: Any, channel: int, message: Any) -> SimpleNamespace:
+        trackers.append(SimpleNamespace(done=False))
+        return trackers[-1]
+
+    for connection in range(1, 4):  # the learner comes anew each time, and does not read again
+        client = peer(server.url)
+        client.send_multipart(m.encode(hello("learner", m.BULK)))
+        for sequence in range(20):
+            client.send_multipart(m.encode(m.Sample(100 * connection + sequence, BATCH)))
+        until(lambda: sink.requests() == 4, server.turn, "requests")
+        asked = sum(len(s.requests) for s in server.server.sessions("learner"))
+        with mock.patch.object(server.server, "send", send):
+            while requests := sink.requests():
+                for _ in range(requests):
+                    sink.answer(server.replay.draw(BATCH))
+        assert len(trackers) == 4 * connection
+        assert sum(len(s.requests) for s in server.server.sessions("learner")) == asked - 4
+    assert sink.counts["dropped"] == 0
+    for tracker in trackers:
+        tracker.done = True
+    assert sink.requests() == 4
+    assert (len(sink._buffers), len(sink._free)) == (0, 4)
     relay.kill()
     server.close()
 

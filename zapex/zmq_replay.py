@@ -1,6 +1,6 @@
 """The replay's faces over its socket: chunks in, batches and parameters out."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +47,7 @@ from zapex.zmq_server import Session, ZmqServer
 
 _MOST_REQUESTS = 64
 _UNACKNOWLEDGED = 16  # chunks that may be committed before any of them is acknowledged
+_UNSENT = 4  # batches that may wait in libzmq's hands for one connection
 
 
 class ZmqExperienceSource:
@@ -193,7 +194,8 @@ class ZmqExperienceSource:
 class ZmqSampleSink:
     """Requests from learners and priorities back; batches are packed here, next to the data.
 
-    Nothing is read from a slot after `answer` returns, so evicted slots wait for nobody.
+    Nothing is read from a slot after `answer` returns, so evicted slots wait for nobody. A learner
+    that does not take what it has asked for gets no more before it does.
     """
 
     def __init__(self, server: ZmqServer, store: ChunkStore) -> None:
@@ -201,7 +203,8 @@ class ZmqSampleSink:
         check_batch_size(form.batch_size, form.schema.stack)
         self._server, self._packer = server, BatchPacker(store)
         self._buffer_bytes = packed_bytes(form.schema, form.batch_size)
-        self._buffers: list[tuple[NDArray[np.uint8], Any]] = []  # in libzmq's hands
+        # In libzmq's hands: buffer, its tracker, the connection that it goes to.
+        self._buffers: list[tuple[NDArray[np.uint8], Any, bytes | None]] = []
         self._free: list[NDArray[np.uint8]] = []
         self._updates: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
         self.issued = 0
@@ -220,21 +223,36 @@ class ZmqSampleSink:
 
     def requests(self) -> int:
         """Batches that are asked for by learners that can be sent one now."""
-        return sum(len(s.requests) for s in self._reachable())
+        return sum(min(len(s.requests), room) for s, room in self._reachable())
 
-    def _reachable(self) -> list[Session]:
-        return [s for s in self._server.sessions("learner") if s.routes[BULK] is not None]
+    def _reachable(self) -> list[tuple[Session, int]]:
+        """Learners that can be sent a batch now, and how many."""
+        self._reap()
+        unsent = Counter(route for *_, route in self._buffers)
+        routed = ((s, s.routes[BULK]) for s in self._server.sessions("learner"))
+        return [(s, _UNSENT - unsent[r]) for s, r in routed if r is not None]
+
+    def _reap(self) -> None:
+        """Take buffers back; what one slow learner once needed is not kept for ever."""
+        held = []
+        for buffer, tracker, route in self._buffers:
+            if tracker.done:
+                self._free.append(buffer)
+            else:
+                held.append((buffer, tracker, route))
+        self._buffers = held
+        del self._free[_UNSENT:]
 
     def answer(self, draw: Draw) -> None:
         """Answer the oldest request; it stays where the batch cannot be sent."""
-        session = next((s for s in self._reachable() if s.requests), None)
+        session = next((s for s, room in self._reachable() if s.requests and room), None)
         if session is None:  # it was lost since `requests` counted
             self.counts["dropped"] += 1
             return
         sequence = next(iter(session.requests))
         del session.requests[sequence]
         self.issued += 1
-        buffer = self._take_buffer()
+        buffer = self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
         message = self._packer.pack(
             draw.keys, draw.indices, draw.leaves, draw.total, draw.smallest, draw.count,
             epoch=self._server.roster.epoch, sequence=sequence, memory=buffer,
@@ -245,13 +263,8 @@ class ZmqSampleSink:
             self._free.append(buffer)
             self.counts["dropped"] += 1
         else:
-            self._buffers.append((buffer, tracker))
+            self._buffers.append((buffer, tracker, session.routes[BULK]))
             self.counts["batches"] += 1
-
-    def _take_buffer(self) -> NDArray[np.uint8]:
-        self._free += [buffer for buffer, tracker in self._buffers if tracker.done]
-        self._buffers = [pair for pair in self._buffers if not pair[1].done]
-        return self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
 
     def updates(self) -> Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Priority updates since the last call."""
