@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +51,30 @@ from zapex.zmq_socket import (
 from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
+
+
+FORGOTTEN = """
+import gc
+from tests.transport_rigs import Memory, NetworkReplay, SCHEMA, form_of, layout_of
+from zapex.zmq_client import ZmqLink
+from zapex.zmq_socket import Security
+layout = layout_of(400)
+server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0").server
+link = ZmqLink(
+    server.url, "learner", 1, 1, form_of(layout), {}, Security(), schema_hash=SCHEMA.hash
+)
+link.itself, server.itself = link, server
+del link, server
+gc.collect()
+print("goes on")
+"""
+
+
+def test_a_link_or_server_that_is_forgotten_unclosed_ends_with_whoever_forgot_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "goes on\n", done.stderr
 
 
 def test_a_tracker_is_done_when_libzmq_has_let_go_of_every_part() -> None:

@@ -124,7 +124,6 @@ class ZmqServer:
         try:
             self._socket = listen(self._context, url, security, form.largest_request_bytes)
         except ConfigError:
-            # A context that is only forgotten would wait for its sockets, for ever.
             self._context.destroy(linger=0)
             raise
         self.url = self._socket.last_endpoint.decode()

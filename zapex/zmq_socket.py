@@ -132,6 +132,27 @@ class Gatekeeper:
         self.socket.close()
 
 
+class _Context(zmq.Context[Any]):
+    """One that can be forgotten.
+
+    pyzmq's own knows its sockets by weak references. Collected in one cycle with them it finds
+    none, leaves them open, and waits for them for ever.
+    """
+
+    _made: list[Any] | None = None
+
+    def socket(self, *args: Any, **more: Any) -> Any:
+        """A socket that is closed with its context, whoever is collected first."""
+        made = super().socket(*args, **more)
+        self._made = [*(self._made or ()), made]
+        return made
+
+    def __del__(self) -> None:
+        for made in self._made or ():
+            made.close(linger=0)
+        super().__del__()
+
+
 def make_context() -> "zmq.Context[Any]":
     """A context of sockets; the process keeps what large messages took for those that follow.
 
@@ -142,7 +163,7 @@ def make_context() -> "zmq.Context[Any]":
     if mallopt is not None:
         for option, value in _MALLOC.items():
             mallopt(option, value)
-    return zmq.Context()
+    return _Context()
 
 
 def listen(
