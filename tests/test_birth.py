@@ -1,8 +1,14 @@
 """A child belongs to its parent before it imports anything large."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
+
+from zapex import birth, child
+from zapex.errors import ConfigError
 
 
 def test_nothing_large_is_imported_before_a_child_is_set_up() -> None:
@@ -23,3 +29,17 @@ def test_a_child_whose_parent_is_gone_ends_before_it_reads_its_order() -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == f"actor 7: the parent (pid {gone.pid}) is gone\n"
+
+
+def test_settings_that_only_a_role_finds_impossible_are_told_to_its_parent_in_one_line(
+    monkeypatch, capsys
+):
+    def refuse(text, incarnation):
+        raise ConfigError("no GPU here")
+
+    monkeypatch.setattr(birth, "child_setup", lambda title: 1)
+    monkeypatch.setattr(child, "main", refuse)
+    with pytest.raises(SystemExit) as ended:
+        birth.main(json.dumps({"name": "learner"}))
+    assert ended.value.code == os.EX_CONFIG
+    assert capsys.readouterr().out == "no GPU here\n"

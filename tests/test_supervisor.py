@@ -192,6 +192,17 @@ def test_a_role_that_cannot_stay_up_is_given_up_with_the_reason(tmp_path):
     assert "3 times in a row" in events[-1].reason
 
 
+def test_a_role_that_cannot_do_what_it_is_told_gets_no_other_life_and_its_words_are_the_reason(
+    tmp_path,
+):
+    code = SETUP + "print('so:\\nno GPU here', flush=True); raise SystemExit(78)"  # EX_CONFIG
+    with Supervisor() as supervisor:
+        supervisor.start(spec(tmp_path, code, restart=True))
+        died, gave_up = until(supervisor, GaveUp)
+    assert str(died).endswith(": it cannot do what it is told to\nso:\nno GPU here")
+    assert gave_up == GaveUp("actor 3", "no GPU here")
+
+
 @pytest.mark.parametrize("works", [False, True])
 def test_the_time_until_it_works_is_not_counted_as_staying_up(tmp_path, works):
     policy = RestartPolicy(first_s=0.001, most_short_lives=2, short_life_s=0.5, jitter=0.0)

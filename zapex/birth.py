@@ -5,8 +5,10 @@ said that it wants to die with its parent, nothing ends it.
 """
 
 import json
+import os
 import sys
 
+from zapex.errors import ConfigError
 from zapex.supervisor import child_setup
 
 
@@ -15,7 +17,12 @@ def main(text: str) -> None:
     incarnation = child_setup(json.loads(text)["name"])
     from zapex import child
 
-    child.main(text, incarnation)
+    try:
+        child.main(text, incarnation)
+    except ConfigError as error:
+        print(error, flush=True)
+        # A status of sysexits.h, and the supervisor's sign that another life would mend nothing.
+        sys.exit(os.EX_CONFIG)
 
 
 if __name__ == "__main__":

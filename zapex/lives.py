@@ -1,6 +1,7 @@
 """The lives of a child process as data: what to run, what became of it, when it may come back."""
 
 import dataclasses
+import os
 import random
 import re
 import signal
@@ -149,6 +150,8 @@ class Deaf(Event):
 
 def status_in_words(returncode: int) -> str:
     """Popen's `returncode` as "exit status 1" or "killed by SIGSEGV (Segmentation fault)"."""
+    if returncode == os.EX_CONFIG:
+        return "it cannot do what it is told to"
     if returncode >= 0:
         return f"exit status {returncode}"
     try:

@@ -361,8 +361,11 @@ class Supervisor:
             end = Died(name, popen.pid, child.incarnation, how, said, lived_s)
         events: list[Event] = [end]
         if isinstance(end, Died) and child.spec.restart and not self._stopping:
-            worked_s = max(0.0, time.monotonic() - child.up_s)
-            events.append(self._next_life(child, worked_s, killed=status == -signal.SIGKILL))
+            if status == os.EX_CONFIG:
+                events.append(GaveUp(name, (end.traceback or end.how).splitlines()[-1]))
+            else:
+                worked_s = max(0.0, time.monotonic() - child.up_s)
+                events.append(self._next_life(child, worked_s, killed=status == -signal.SIGKILL))
         if self._on_death is not None:
             self._on_death(end)
         return events
