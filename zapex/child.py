@@ -152,9 +152,7 @@ def _play(order: Order, run: Run, host: Host, incarnation: int) -> None:
     except (RunOver, Fenced, Refused) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         Notices(host).verdict(error)
-        sys.stdout.flush()
-        # At an ordinary exit a ZeroMQ context that nobody closed would wait for its sockets.
-        os._exit(0)
+        sys.exit(0)
     networked.close()
 
 
