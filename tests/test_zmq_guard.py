@@ -28,7 +28,10 @@ from tests.transport_rigs import (
 from zapex import messages as m
 from zapex import zmq_server
 from zapex.errors import ConfigError
+from zapex.library_desk import LibraryDesk
+from zapex.library_messages import SAMPLE, Call
 from zapex.message_header import Kind, as_part
+from zapex.rate_limiter import LimiterConfig, RateLimiter
 from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE
 from zapex.zmq_guard import own_bytes
 from zapex.zmq_server import MAY_SEND
@@ -235,7 +238,7 @@ def test_a_learner_that_takes_no_batches_has_four_packed_and_no_memory_is_kept_f
     )
     trackers: list[SimpleNamespace] = []
 
-    def send(session: Any, channel: int, message: Any) -> SimpleNamespace:
+    def send(socket: Any, parts: Any) -> SimpleNamespace:
         trackers.append(SimpleNamespace(done=False))
         return trackers[-1]
 
@@ -246,7 +249,7 @@ def test_a_learner_that_takes_no_batches_has_four_packed_and_no_memory_is_kept_f
             client.send_multipart(m.encode(m.Sample(100 * connection + sequence, BATCH)))
         until(lambda: sink.requests() == 4, server.turn, "requests")
         asked = sum(len(s.requests) for s in server.server.sessions("learner"))
-        with mock.patch.object(server.server, "send", send):
+        with mock.patch.multiple(zmq_server, send=send, _LARGE_BYTES=1):
             while requests := sink.requests():
                 for _ in range(requests):
                     sink.answer(server.replay.draw(BATCH))
@@ -256,7 +259,49 @@ def test_a_learner_that_takes_no_batches_has_four_packed_and_no_memory_is_kept_f
     for tracker in trackers:
         tracker.done = True
     assert sink.requests() == 4
-    assert (len(sink._buffers), len(sink._free)) == (0, 4)
+    sink.answer(server.replay.draw(BATCH))
+    assert (len(sink._buffers), len(sink._free)) == (1, 3)
+    relay.kill()
+    server.close()
+
+
+def test_a_librarys_client_that_takes_no_batches_has_four_packed_and_is_not_waited_for(
+    peer: Any,
+) -> None:
+    memory, now_s = Memory(layout_of(600, streams=4), 2), 0.0  # the client has an actor too
+    server = NetworkReplay(memory, "tcp://127.0.0.1:0")
+    relay = Relay(memory.layout, server.url)
+    free = LimiterConfig(
+        samples_per_insert=0, min_size=1, tolerance=0, grant=1, batch=BATCH, capacity=600
+    )
+    desk = LibraryDesk(
+        server.server, server.replay, RateLimiter(free, committed=1), timeout_s=5.0,
+        clock_s=lambda: now_s,
+    )  # fmt: skip
+    until(
+        lambda: relay.make() and len(server.replay) >= BATCH,
+        lambda: (server.turn(), relay.turn()),
+        "enough to sample",
+    )
+    client, held = peer(server.url), SimpleNamespace(done=False)
+    client.send_multipart(m.encode(hello("client", m.BULK)))
+    for sequence in range(7):
+        client.send_multipart(m.encode(Call(sequence, SAMPLE, rows=BATCH)))
+    until(lambda: desk.waiting == 7, server.turn, "calls")
+    with mock.patch.multiple(zmq_server, send=lambda socket, parts: held, _LARGE_BYTES=1):
+        assert (desk.do_work(), desk.do_work()) == (4, 0)
+        held.done = True
+        assert (desk.do_work(), desk.waiting) == (3, 0)
+        held.done = False
+    for sequence in range(7, 14):
+        client.send_multipart(m.encode(Call(sequence, SAMPLE, rows=BATCH)))
+    until(lambda: desk.waiting == 7, server.turn, "calls")
+    with mock.patch.multiple(zmq_server, send=lambda socket, parts: held, _LARGE_BYTES=1):
+        assert desk.do_work() == 4
+        assert (desk.waiting, desk.counts["dropped"]) == (3, 0)
+        now_s = 5.0
+        desk.do_work()
+        assert (desk.waiting, desk.counts["dropped"]) == (0, 3)
     relay.kill()
     server.close()
 

@@ -127,7 +127,7 @@ def test_an_answer_that_came_twice_is_not_given_though_it_was_unpacked(learning:
     learning.wait_for(2)
     learning.poll()  # from here on a thread checks what comes
     learning.check(learning.poll(), learning.draws[1])
-    ((session, _),) = learning.rig.sample_sink._reachable()
+    (session,) = learning.rig.sample_sink._server.sessions("learner")
     session.requests[1] = None
     learning.source.request()
     until(lambda: len(learning.source._come) == 2, learning.answer, "two batches")

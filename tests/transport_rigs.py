@@ -122,7 +122,7 @@ OPEN: list[Any] = []
 
 @pytest.fixture(autouse=True)
 def nothing_left_open() -> Iterator[None]:
-    """A test that fails closes nothing, and a forgotten context waits for its sockets for ever."""
+    """A test that fails closes nothing, and a server that is kept by its traceback listens on."""
     yield
     while OPEN:
         OPEN.pop().close()

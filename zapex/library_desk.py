@@ -26,8 +26,9 @@ _MOST_CALLS = 64  # of one client that may wait
 class LibraryDesk:
     """Answers calls; `do_work()` after the intake's, so that what has come in is seen.
 
-    A client's calls are answered in order. One that the limiter does not allow yet waits, at most
-    timeout_s. Where an answer cannot be sent now, its client calls again.
+    A client's calls are answered in order. A batch that the limiter does not allow yet, or whose
+    client has not taken those before, waits, at most timeout_s. Where an answer cannot be sent now,
+    its client calls again.
     """
 
     def __init__(
@@ -56,13 +57,17 @@ class LibraryDesk:
         """Answer what can be answered; how many."""
         calls, self._calls = self._calls, []
         for session, call, since_s in calls:
-            if call.what == SAMPLE and not self._may_sample(call.rows):
-                if self._clock_s() - since_s < self._timeout_s:
-                    self._calls.append((session, call, since_s))
+            if call.what == SAMPLE:
+                room = self._server.room(session, BULK)
+                if not (room and self._may_sample(call.rows)):
+                    if self._clock_s() - since_s < self._timeout_s:
+                        self._calls.append((session, call, since_s))
+                    elif room:
+                        text = f"after {self._timeout_s:g} s: {self._limiter.explain()}"
+                        self._fail(session, call, NotEnoughData(text))
+                    else:
+                        self.counts["dropped"] += 1
                     continue
-                text = f"after {self._timeout_s:g} s: {self._limiter.explain()}"
-                self._fail(session, call, NotEnoughData(text))
-                continue
             try:
                 self._answer(session, call)
             except ZapexError as error:

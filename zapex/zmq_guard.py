@@ -89,10 +89,15 @@ class Guard:
 
     def sent(self, route: bytes, nbytes: int, tracker: Any) -> None:
         """A large message was given to libzmq."""
-        queue = self._unsent.setdefault(route, deque())
+        self._unsent.setdefault(route, deque()).append((nbytes, tracker))
+        self.unsent(route)
+
+    def unsent(self, route: bytes) -> int:
+        """Large messages to a connection that libzmq still holds."""
+        queue = self._unsent.get(route) or deque()
         while queue and queue[0][1].done:
             queue.popleft()
-        queue.append((nbytes, tracker))
+        return len(queue)
 
     def strike(self, route: bytes, weight: float = 1.0) -> None:
         """A peer broke the rules: for the third time it is hung up on."""

@@ -1,6 +1,6 @@
 """The replay's faces over its socket: chunks in, batches and parameters out."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +47,7 @@ from zapex.zmq_server import Session, ZmqServer
 
 _MOST_REQUESTS = 64
 _UNACKNOWLEDGED = 16  # chunks that may be committed before any of them is acknowledged
-_UNSENT = 4  # batches that may wait in libzmq's hands for one connection
+_FREE = 4  # batches' buffers that are kept
 
 
 class ZmqExperienceSource:
@@ -203,8 +203,7 @@ class ZmqSampleSink:
         check_batch_size(form.batch_size, form.schema.stack)
         self._server, self._packer = server, BatchPacker(store)
         self._buffer_bytes = packed_bytes(form.schema, form.batch_size)
-        # In libzmq's hands: buffer, its tracker, the connection that it goes to.
-        self._buffers: list[tuple[NDArray[np.uint8], Any, bytes | None]] = []
+        self._buffers: list[tuple[NDArray[np.uint8], Any]] = []  # in libzmq's hands
         self._free: list[NDArray[np.uint8]] = []
         self._updates: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
         self.issued = 0
@@ -223,36 +222,20 @@ class ZmqSampleSink:
 
     def requests(self) -> int:
         """Batches that are asked for by learners that can be sent one now."""
-        return sum(min(len(s.requests), room) for s, room in self._reachable())
-
-    def _reachable(self) -> list[tuple[Session, int]]:
-        """Learners that can be sent a batch now, and how many."""
-        self._reap()
-        unsent = Counter(route for *_, route in self._buffers)
-        routed = ((s, s.routes[BULK]) for s in self._server.sessions("learner"))
-        return [(s, _UNSENT - unsent[r]) for s, r in routed if r is not None]
-
-    def _reap(self) -> None:
-        """Take buffers back; what one slow learner once needed is not kept for ever."""
-        held = []
-        for buffer, tracker, route in self._buffers:
-            if tracker.done:
-                self._free.append(buffer)
-            else:
-                held.append((buffer, tracker, route))
-        self._buffers = held
-        del self._free[_UNSENT:]
+        room = self._server.room
+        return sum(min(len(s.requests), room(s, BULK)) for s in self._server.sessions("learner"))
 
     def answer(self, draw: Draw) -> None:
         """Answer the oldest request; it stays where the batch cannot be sent."""
-        session = next((s for s, room in self._reachable() if s.requests and room), None)
+        learners, room = self._server.sessions("learner"), self._server.room
+        session = next((s for s in learners if s.requests and room(s, BULK)), None)
         if session is None:  # it was lost since `requests` counted
             self.counts["dropped"] += 1
             return
         sequence = next(iter(session.requests))
         del session.requests[sequence]
         self.issued += 1
-        buffer = self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
+        buffer = self._take_buffer()
         message = self._packer.pack(
             draw.keys, draw.indices, draw.leaves, draw.total, draw.smallest, draw.count,
             epoch=self._server.roster.epoch, sequence=sequence, memory=buffer,
@@ -263,8 +246,20 @@ class ZmqSampleSink:
             self._free.append(buffer)
             self.counts["dropped"] += 1
         else:
-            self._buffers.append((buffer, tracker, session.routes[BULK]))
+            self._buffers.append((buffer, tracker))
             self.counts["batches"] += 1
+
+    def _take_buffer(self) -> NDArray[np.uint8]:
+        held = []
+        for buffer, tracker in self._buffers:
+            if tracker.done:
+                self._free.append(buffer)
+            else:
+                held.append((buffer, tracker))
+        self._buffers = held
+        # What one slow learner once needed is not kept for ever.
+        del self._free[_FREE:]
+        return self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
 
     def updates(self) -> Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Priority updates since the last call."""
@@ -335,7 +330,7 @@ class ZmqParameters:
             self._keep(version, as_part(value))
         for session in self._server.sessions("relay", "learner", "reader"):
             wanted = session.wants_newer_than
-            if wanted is None or self._version <= wanted:
+            if wanted is None or self._version <= wanted or not self._server.room(session, BULK):
                 continue
             if self._server.send_parts(session, BULK, self._parts) is not None:
                 session.wants_newer_than = None

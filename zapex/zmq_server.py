@@ -38,6 +38,7 @@ _MOST_SESSIONS = 2 * MAX_ACTORS
 _AT_MOST = 256  # messages taken in before the duty cycle goes on
 _ERRORS_PER_S = 100.0
 _LARGE_BYTES = 1 << 16  # a message that counts when libzmq keeps it
+_UNSENT = 4  # of those, for one connection
 _SLIGHT = 1 / 128  # of a strike: what an honest peer does now and then, at a bad moment
 MEMORY_BYTES = 1 << 30
 _WRITERS = ("relay", "client")  # have actor numbers, and push chunks
@@ -61,7 +62,7 @@ def check_memory(form: Form, memory_bytes: int) -> None:
 
 
 def _least_memory(form: Form) -> int:
-    return 4 * (form.largest_answer_bytes + form.parameter_bytes)
+    return _UNSENT * (form.largest_answer_bytes + form.parameter_bytes)
 
 
 @dataclass(eq=False)
@@ -170,6 +171,11 @@ class ZmqServer:
         elif (nbytes := sum(part.nbytes for part in parts)) >= _LARGE_BYTES:
             self._guard.sent(route, nbytes, tracker)
         return tracker
+
+    def room(self, session: Session, channel: int) -> int:
+        """How many large messages a client can be sent now; it has to take those before."""
+        route = session.routes[channel]
+        return 0 if route is None else max(0, _UNSENT - self._guard.unsent(route))
 
     def actor_states(self, actors: Any) -> NDArray[np.void]:
         """ACTOR_STATE records as they are now."""
