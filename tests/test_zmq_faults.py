@@ -224,7 +224,7 @@ def test_a_server_killed_at_any_step_of_a_commit_loses_and_doubles_nothing(
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("chunks", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunks", [80, pytest.param(1000, marks=pytest.mark.slow)])
 def test_relays_killed_and_links_cut_at_random_lose_and_double_nothing(chunks: int) -> None:
     rng = np.random.default_rng(7)
     layout = layout_of(600, streams=4)
@@ -234,7 +234,7 @@ def test_relays_killed_and_links_cut_at_random_lose_and_double_nothing(chunks: i
         LossyLink(port_of(server.url)) as link,
     ):
         relays = [Relay(layout, link.url, host) for host in (1, 2)]
-        kills = cuts = 0
+        kills = cuts = due = 0
         deadline = time.monotonic() + 100 + chunks
 
         def turn() -> None:
@@ -247,22 +247,26 @@ def test_relays_killed_and_links_cut_at_random_lose_and_double_nothing(chunks: i
             for relay in relays:
                 relay.make()
             turn()
+            # A fault by what has come, not by time: else nothing comes where turns are quick.
+            if len(accounts.taken) < due:
+                continue
+            due = len(accounts.taken) + int(rng.integers(0, 10))
             chance = rng.random()
-            if chance < 0.01:
+            if chance < 0.4:
                 victim = relays[int(rng.integers(2))]
                 victim.kill()
                 victim.connect(link.url)
                 kills += 1
-            elif chance < 0.02:
+            elif chance < 0.8:
                 link.cut()
                 link.heal()
                 cuts += 1
-            elif chance < 0.03:  # an actor behind the relay is started again
+            else:  # an actor behind the relay is started again
                 relays[0].incarnation[0] += 1
                 relays[0].next[0] = 0
         until(lambda: not any(r.sender.unacknowledged for r in relays), turn, "the rest")
         server.turn()
-        assert kills or cuts
+        assert min(kills, cuts) > chunks / 50
         # The number that the replay gave is what it files them under.
         numbers = {r.host: server.roster.actors_of(r.host)[0] for r in relays}
         offered = {
