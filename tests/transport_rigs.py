@@ -1,6 +1,8 @@
 """The same actor, replay and learner over each transport, all in one thread, turned by hand."""
 
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -115,6 +117,14 @@ def make_intake(source: Any, replay: PrioritizedReplay, actors: int) -> Intake:
         capacity=layout.capacity,
     )  # fmt: skip
     return Intake(source, replay, limits, actors=actors, streams_per_actor=streams)
+
+
+def goes_on(script: str) -> bool:
+    """A process of its own, which may hang or abort, runs `script` to its last line."""
+    command = [sys.executable, "-c", script + 'print("goes on")']
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout == "goes on\n", done.stderr
+    return True
 
 
 OPEN: list[Any] = []

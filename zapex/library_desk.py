@@ -57,17 +57,12 @@ class LibraryDesk:
         """Answer what can be answered; how many."""
         calls, self._calls = self._calls, []
         for session, call, since_s in calls:
-            if call.what == SAMPLE:
-                room = self._server.room(session, BULK)
-                if not (room and self._may_sample(call.rows)):
-                    if self._clock_s() - since_s < self._timeout_s:
-                        self._calls.append((session, call, since_s))
-                    elif room:
-                        text = f"after {self._timeout_s:g} s: {self._limiter.explain()}"
-                        self._fail(session, call, NotEnoughData(text))
-                    else:
-                        self.counts["dropped"] += 1
-                    continue
+            if call.what == SAMPLE and not self._may_sample(session, call.rows):
+                if self._clock_s() - since_s < self._timeout_s:
+                    self._calls.append((session, call, since_s))
+                else:
+                    self._give_up(session, call)
+                continue
             try:
                 self._answer(session, call)
             except ZapexError as error:
@@ -75,9 +70,19 @@ class LibraryDesk:
         self.counts["calls"] += len(calls) - len(self._calls)
         return len(calls) - len(self._calls)
 
-    def _may_sample(self, rows: int) -> bool:
+    def _may_sample(self, session: Session, rows: int) -> bool:
+        return bool(self._server.room(session, BULK)) and self._is_allowed(rows)
+
+    def _is_allowed(self, rows: int) -> bool:
         # Below the minimum the replay itself says so at once.
         return not self._limiter.open or self._limiter.can_sample(rows)
+
+    def _give_up(self, session: Session, call: Call) -> None:
+        if self._server.room(session, BULK):
+            text = f"after {self._timeout_s:g} s: {self._limiter.explain()}"
+            self._fail(session, call, NotEnoughData(text))
+        else:
+            self.counts["dropped"] += 1
 
     def _fail(self, session: Session, call: Call, error: ZapexError) -> None:
         known = type(error) if type(error) in TELLABLE else PeerError
@@ -96,7 +101,7 @@ class LibraryDesk:
             # Copies: what came over the network is read-only, and kernels have one signature.
             a, b = replay.update_priorities(call.keys.copy(), call.priorities.copy())
         elif call.what == CAN_SAMPLE:
-            a = int(replay.can_sample(call.rows) and self._may_sample(call.rows))
+            a = int(replay.can_sample(call.rows) and self._is_allowed(call.rows))
         elif call.what == STATS:
             a, body = len(replay), json.dumps(replay.stats()).encode()
         elif call.what == KEYS:

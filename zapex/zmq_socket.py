@@ -139,16 +139,16 @@ class _Context(zmq.Context[Any]):
     none, leaves them open, and waits for them for ever.
     """
 
-    _made: list[Any] | None = None
+    _made: tuple[Any, ...] = ()
 
     def socket(self, *args: Any, **more: Any) -> Any:
         """A socket that is closed with its context, whoever is collected first."""
         made = super().socket(*args, **more)
-        self._made = [*(self._made or ()), made]
+        self._made += (made,)
         return made
 
     def __del__(self) -> None:
-        for made in self._made or ():
+        for made in self._made:
             made.close(linger=0)
         super().__del__()
 
