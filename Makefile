@@ -3,25 +3,32 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test fuzz stress lint wheel bench peers peers-reverb clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel bench bench-all reproduce numbers plots peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
 NAME  ?= sumtree
+CLAIM ?=
+QUICK ?=
 # cpu: the build without CUDA. cuda: with it, several GB. existing: the one that your Python has.
 # auto: yours if there is one, otherwise cuda where there is an NVIDIA GPU, otherwise cpu.
+# Not given: cuda where there is a GPU, which is asked first on a terminal; otherwise cpu.
 # What was chosen once stays: the name of the stamp in $(VENV) holds it.
 INSTALLED := $(patsubst $(VENV)/.installed-%,%,$(firstword $(wildcard $(VENV)/.installed-*)))
-TORCH ?= $(or $(INSTALLED),cpu)
-# An index with torch's CPU builds, where pip's own has none.
+DEVICES   ?= /dev
+GPU       := $(wildcard $(DEVICES)/nvidia[0-9]*)
+TORCH ?= $(or $(INSTALLED),$(if $(GPU),cuda,cpu))
+ASKS  := $(if $(INSTALLED),,$(if $(filter file,$(origin TORCH)),$(filter cuda,$(TORCH))))
+# An index with torch's CPU builds, beside pip's own; without it PyTorch's public one is tried once.
 TORCH_INDEX ?=
+CPU_INDEX   ?= https://download.pytorch.org/whl/cpu
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(p) -c 'import sys; print(sys._base_executable) if sys.version_info >= (3, 11) else 0' 2>/dev/null)))
 
 ifeq ($(TORCH),auto)
   override TORCH := $(shell if $(PYTHON) -c 'import torch' 2>/dev/null; then echo existing; \
-	elif compgen -G '/dev/nvidia[0-9]*' >/dev/null; then echo cuda; else echo cpu; fi)
+	else echo $(if $(GPU),cuda,cpu); fi)
 endif
 
 BIN   := $(VENV)/bin
@@ -34,15 +41,25 @@ help:
 	  '  make train    ten minutes of Breakout with the real ROM; more: make train ARGS="--max-minutes 60"' \
 	  '  make demo     CartPole to 475 of 500 in about two minutes, then the curve' \
 	  '  make cluster-demo   CartPole on four hosts of this machine; as root in network namespaces' \
-	  '  make test     the tests                        make lint    ruff, mypy, direction of imports' \
+	  '  make test     the tests, two at a time; some: ARGS="tests/library -x -n 0"' \
+	  '  make scenarios  whole runs of several processes: hosts that come and go, the wheel, the examples' \
+	  '  make test-slow  every test that takes too long for make test: scenarios, smoke, stress' \
+	  '  make smoke    each benchmark in some seconds, and whether its figures hold together' \
+	  '  make lint     ruff, mypy, direction of imports' \
 	  '  make fuzz     the decoders, as long as told: ARGS="--runs 10000000 --decoder push"' \
+	  '  make twin     the replay against a naive twin, as long as told: ARGS="--minutes 60 --seed 7"' \
 	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
+	  '  make mutants  small random changes of modules, and whether tests notice: ARGS="--module limiter --count 20"' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
+	  '  make reproduce  what the documentation claims, measured again: CLAIM=tree-cold, QUICK=1 in ten minutes' \
+	  '  make bench-all  every result that lacks evidence, measured one after the other: ARGS=--list' \
+	  '  make numbers  the figures of results, claims.toml and texts made the same   make plots   their pictures' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
 	  '  make peers-reverb   Reverb and its TensorFlow (600 MB), in .peers-reverb' \
+	  '  make peers-dqn      Stable-Baselines3, in .peers-dqn' \
 	  '' \
-	  '  TORCH=cpu (default) | cuda | existing (the torch of your Python) | auto' \
+	  '  TORCH=cpu | cuda | existing (the torch of your Python) | auto; not given: cuda where a GPU is, and it asks' \
 	  '  PYTHON=...   which Python 3.11 or newer; here: $(or $(PYTHON),none found)' \
 	  ''
 
@@ -52,13 +69,23 @@ train: $(STAMP)
 	@$(BIN)/zapex train --env ALE/Breakout-v5 --max-minutes 10 $(ARGS)
 
 demo: $(STAMP)
-	@$(BIN)/zapex train --env CartPole-v1 --stop-at-return 475 --eval-episodes 100 --max-minutes 5 $(ARGS)
+	@$(BIN)/zapex demo --eval-episodes 100 $(ARGS)
 
 cluster-demo: $(STAMP)
 	@$(BIN)/zapex demo cluster $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest --durations=10 -n 2 --dist worksteal $(ARGS)
+
+# Tests that take longer than ten minutes say so themselves.
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest --durations=10 --timeout 600 -m 'slow or scenario or bench' $(ARGS)
+
+scenarios: $(STAMP)
+	@$(BIN)/python -m pytest --durations=20 -m scenario $(ARGS)
+
+smoke: $(STAMP)
+	@$(BIN)/python -m pytest --durations=20 -m bench tests/benchmarks $(ARGS)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
@@ -66,8 +93,14 @@ fuzz: $(STAMP)
 	  echo 'atheris cannot be had: fuzzing without guidance by coverage' >&2
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
+twin: $(STAMP)
+	@$(BIN)/python -m tests.library.twin $(ARGS)
+
 stress: $(STAMP)
 	@$(BIN)/python -m tests.stress.chaos $(ARGS)
+
+mutants: $(STAMP)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
@@ -83,53 +116,87 @@ wheel: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/zapex bench $(NAME) $(ARGS)
 
+bench-all: $(STAMP)
+	@$(BIN)/python -m benchmarks.claims.measure_all $(ARGS)
+
+reproduce: $(STAMP)
+	@$(BIN)/python -m benchmarks.claims.reproduce $(addprefix --claim ,$(CLAIM)) $(if $(QUICK),--quick)
+
+numbers: $(STAMP)
+	@$(BIN)/python -m benchmarks.claims.numbers $(ARGS)
+
+plots: $(STAMP)
+	@$(BIN)/python -m benchmarks.claims.plots $(ARGS)
+
 peers: .peers/.installed
 
 # Their own dependencies disagree with ours: torch and numpy alone are the same.
-.peers/.installed: benchmarks/peers.txt constraints.txt $(STAMP)
+.peers/.installed: benchmarks/peers/requirements.txt constraints.txt $(STAMP)
 	@test -e .peers/bin/python || $(PYTHON) -m venv .peers
 	@$(BIN)/python -m pip freeze --disable-pip-version-check | grep -E '^(torch|numpy)==' > .peers/same.txt
 	@.peers/bin/python -m pip install --disable-pip-version-check --quiet \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
-	  --requirement .peers/same.txt --requirement benchmarks/peers.txt
+	  --requirement .peers/same.txt --requirement benchmarks/peers/requirements.txt
 	@touch '$@'
 	@echo 'Made: .peers'
 
 peers-reverb: .peers-reverb/.installed
 
-.peers-reverb/.installed: benchmarks/peers-reverb.txt
+.peers-reverb/.installed: benchmarks/peers/requirements-reverb.txt
 	@test -e .peers-reverb/bin/python || $(PYTHON) -m venv .peers-reverb
 	@.peers-reverb/bin/python -m pip install --disable-pip-version-check --quiet \
-	  --requirement benchmarks/peers-reverb.txt
+	  --requirement benchmarks/peers/requirements-reverb.txt
 	@touch '$@'
 	@echo 'Made: .peers-reverb'
+
+peers-dqn: .peers-dqn/.installed
+
+# The same torch as ours, so that a ratio is of the libraries.
+.peers-dqn/.installed: benchmarks/peers/requirements-dqn.txt constraints.txt $(STAMP)
+	@test -e .peers-dqn/bin/python || $(PYTHON) -m venv .peers-dqn
+	@$(BIN)/python -m pip freeze --disable-pip-version-check | grep -E '^torch==' > .peers-dqn/same.txt
+	@.peers-dqn/bin/python -m pip install --disable-pip-version-check --quiet \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
+	  --requirement .peers-dqn/same.txt --requirement benchmarks/peers/requirements-dqn.txt
+	@touch '$@'
+	@echo 'Made: .peers-dqn'
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find zapex tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
-	@echo 'kept: $(VENV), .peers and runs/'
+	@echo 'kept: $(VENV), .peers* and runs/'
 
 # Another choice of TORCH makes the environment anew; a pull that changed a version updates it.
 $(STAMP): pyproject.toml constraints.txt | check-python
 	@case '$(TORCH)' in cpu|cuda|existing) ;; *) \
 	  echo 'TORCH must be cpu, cuda, existing or auto, got "$(TORCH)"' >&2; exit 2;; esac
+	@torch=$(TORCH); if [ '$(ASKS)' ]; then \
+	  echo 'There is an NVIDIA GPU. torch with CUDA takes several GB; without it the GPU is not used.'; \
+	  if [ -t 0 ]; then read -r -p 'Take it? [Y/n] ' answer; case "$$answer" in [nN]*) torch=cpu;; esac; fi; \
+	fi; $(MAKE) --no-print-directory TORCH=$$torch environment
+
+.PHONY: environment
+environment:
 	@echo 'Making $(VENV) with $(PYTHON) (TORCH=$(TORCH)); the first time takes minutes.'
 	@$(if $(filter-out $(TORCH),$(INSTALLED)),rm -rf '$(VENV)')
 	@test -e '$(BIN)/python' || $(PYTHON) -m venv \
 	  $(if $(filter existing,$(TORCH)),--system-site-packages) '$(VENV)'
-	@$(MAKE) --no-print-directory install-torch-$(TORCH)
-	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[plot,video,dev]'
-	@touch '$@'
+	@$(MAKE) --no-print-directory TORCH=$(TORCH) install-torch-$(TORCH)
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[curve,fstack,video,dev]'
+	@touch '$(STAMP)'
 	@echo 'Made: $(BIN)/zapex'
 
 .PHONY: install-torch-cpu install-torch-cuda install-torch-existing
 install-torch-cpu:
 	@cp constraints.txt '$(VENV)/constraints.txt'
-	@$(PIP) --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
-	  "$$(grep '^torch==' constraints.txt)+cpu" || { printf '%s\n' '' \
-	  "pip found no CPU build of $$(grep '^torch==' constraints.txt). The general package index has only the" \
-	  'CUDA build for Linux, several GB with what it needs. Choose one:' \
-	  '  make TORCH_INDEX=URL ...   an index with CPU builds: see "Get started" on pytorch.org, choose CPU' \
+	@torch="$$(grep '^torch==' constraints.txt)+cpu"; \
+	$(PIP) --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') "$$torch" 2>/dev/null || \
+	{ echo "pip's index has no $$torch: trying $(CPU_INDEX)"; \
+	$(PIP) --quiet --no-deps --index-url '$(CPU_INDEX)' --timeout 10 --retries 0 "$$torch"; } || \
+	{ printf '%s\n' '' \
+	  "There is no CPU build of torch in pip's index or at $(CPU_INDEX)." \
+	  'The CUDA build takes several GB with what it needs. Choose one:' \
+	  '  make TORCH_INDEX=URL ...   another index with CPU builds' \
 	  '  make TORCH=cuda ...        the CUDA build after all (it runs without a GPU too)' \
 	  '  make TORCH=existing ...    the torch that $(PYTHON) has' >&2; exit 1; }
 

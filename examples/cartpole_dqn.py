@@ -1,9 +1,9 @@
-"""Double DQN on CartPole in one file, with zapex's replay and nothing else of zapex.
+"""Double DQN on CartPole in one file, with only the replay of zapex.
 
     python examples/cartpole_dqn.py --total-steps 30000
 
-Vector environments go into `replay.writer`, which makes n-step transitions of their steps; the
-learner draws by priority, weighs the loss, and gives the TD errors back.
+`replay.writer` turns the steps of vector environments into n-step transitions. The learner draws
+by priority, weighs the loss, and sets new priorities from the TD errors.
 """
 
 import argparse

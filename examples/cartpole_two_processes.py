@@ -1,11 +1,11 @@
-"""Double DQN on CartPole in two processes: one plays, one learns, and the replay lies between.
+"""Double DQN on CartPole in two processes: one plays, one learns, and they share the replay.
 
     python examples/cartpole_two_processes.py --total-steps 30000
 
 The learner owns the replay; the actor gets `replay.handle` and writes into it without a copy.
-`samples_per_insert` keeps the two in step, whichever is faster. The actor asks for new weights over
-a pipe when it has taken the last ones, so neither ever waits in it. A learner that dies ends the
-actor: its next call raises PeerDied.
+`samples_per_insert` keeps the two at the same pace, whichever is faster. The actor asks for new
+weights over a pipe once it has taken the last ones, so neither ever waits on the pipe. When the
+learner dies the actor ends, because its next call raises PeerDied.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import nn
 
 import zapex
 from zapex import PrioritizedReplay, Schema
-from zapex.handle import Handle
+from zapex.library.handle import Handle
 
 
 def parse_args() -> argparse.Namespace:

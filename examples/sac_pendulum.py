@@ -1,9 +1,9 @@
-"""Soft actor-critic (Haarnoja et al. 2018) on Pendulum: Box actions, and a column of one's own.
+"""Soft actor-critic (Haarnoja et al. 2018) on Pendulum: Box actions, and an extra column.
 
     python examples/sac_pendulum.py --total-steps 15000
 
-The extra column is the log-probability of the action that was taken: a policy's own word about how
-old a transition is. Temperature and networks are kept small; the replay is what this shows.
+The extra column is the log-probability of the action that was taken, which tells how far the policy
+has moved since. Temperature and networks are small, because the example is about the replay.
 """
 
 import argparse

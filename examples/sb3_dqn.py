@@ -26,7 +26,7 @@ class Samples(NamedTuple):
 
 
 class ZapexBuffer(BaseBuffer):
-    """SB3's buffer interface over `replay.extend`; shared frames are found there."""
+    """SB3's buffer interface over `replay.extend`, which finds shared frames."""
 
     def __init__(self, buffer_size, observation_space, action_space, device="auto", n_envs=1,
                  gamma=0.99, beta=0.4, stack=None, seed=None, **_: Any) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Imports point down (docs/architecture.md), and nothing makes code out of bytes."""
+"""Imports run down (docs/architecture.md), and nothing makes code out of bytes."""
 
 import ast
 import re
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "zapex"
-# A module may import from its own layer and from lower ones; inside a layer only a circle of
-# imports at once is forbidden.
-LAYER_OF = {
-    name.rstrip("/"): int(level)
+PACKAGE = Path(__file__).parents[1] / "zapex"
+# zapex/__init__.py draws the map: a package, or a module of zapex itself, lies on one level.
+LEVEL_OF = {
+    name: int(level)
     for level, names in re.findall(
-        r"^\| L(\d) \| (.*?) \|",
-        (PACKAGE.parent / "docs/architecture.md").read_text(),
-        re.M,
+        r"^ +(\d+)  ([a-z_]+(?:, [a-z_]+)*)", (PACKAGE / "__init__.py").read_text(), re.M
     )
-    for name in re.findall(r"`(.*?)`", names)
+    for name in names.split(", ")
 }
+PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+# A role runs over any transport: it may name none, nor what is built on one.
+KNOW_A_TRANSPORT = {"shm_ring", "shm_transport", "zmq_transport", "net", "library", "run", "cli"}
 FORBIDDEN = {
     "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml",
     "copyreg",
@@ -77,18 +77,55 @@ def package_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_the_table_of_layers_names_every_module_and_no_other() -> None:
-    modules = {package_of(name) for name in TREES if name}
-    assert not modules - LAYER_OF.keys(), "docs/architecture.md does not say where these are"
-    assert not LAYER_OF.keys() - modules, "docs/architecture.md names what does not exist"
+def imports_of_package(package: str) -> set[str]:
+    """Packages and modules of zapex itself that the files of `package` import."""
+    files = [name for name in TREES if name and package_of(name) == package]
+    return {package_of(other) for name in files for other in zapex_imports(name)} - {package}
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if package_of(name) in LAYER_OF])
-def test_imports_point_down(name: str) -> None:
-    level = LAYER_OF[package_of(name)]
-    for imported in sorted(zapex_imports(name)):
-        other = LAYER_OF.get(package_of(imported), level)
-        assert other <= level, f"{name} (L{level}) imports {imported} (L{other})"
+def test_the_map_names_every_package_and_module_and_no_other() -> None:
+    assert LEVEL_OF.keys() == {package_of(name) for name in TREES if name}
+
+
+def test_the_map_has_at_most_thirteen_levels_and_few_modules_beside_packages() -> None:
+    assert max(LEVEL_OF.values()) <= 13
+    assert len(list(PACKAGE.glob("*.py"))) <= 12
+
+
+@pytest.mark.parametrize("package", sorted(LEVEL_OF))
+def test_imports_run_down_the_map(package: str) -> None:
+    for other in sorted(imports_of_package(package)):
+        assert LEVEL_OF[other] < LEVEL_OF[package], f"{package} imports {other}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_imports(package: str) -> None:
+    said = re.search(r"^Imports: (.*)\.$", ast.get_docstring(TREES[package]) or "", re.M | re.S)
+    assert said, f"{package}/__init__.py has no line 'Imports: ...'"
+    words = " ".join(said[1].split())
+    names = set() if words == "nothing of zapex" else set(words.split(", "))
+    assert names == imports_of_package(package)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_more_than_one_module(package: str) -> None:
+    assert len([name for name in TREES if package_of(name) == package]) > 2
+
+
+def test_the_architecture_names_every_file_once() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = re.findall(r"^\* `([a-z_/]+)\.py`: \S", text, re.M)
+    files = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
+    assert sorted(named) == sorted(str(path) for path in files if path.name != "__init__")
+
+
+def test_the_architecture_draws_the_same_map() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    levels, level = {}, 0
+    for number, names in re.findall(r"^\| (\d*) ?\| (\[?`.*?) \|", text.split("\n## ")[1], re.M):
+        level = int(number or level)
+        levels |= dict.fromkeys(re.findall(r"`(\w+)`", names), level)
+    assert levels == LEVEL_OF
 
 
 def test_imports_make_no_cycle() -> None:
@@ -108,14 +145,20 @@ def test_the_package_itself_imports_only_its_version_when_it_is_imported() -> No
     assert at_once <= {"zapex.version"}
 
 
-def test_roles_name_no_transport() -> None:
-    for name in TREES:
-        if package_of(name) == "roles" and name not in ("roles", "roles.__main__"):
-            for full, _ in imports(TREES[name]):
-                last = full.split(".")[-1]
-                assert full.split(".")[0] != "zmq", name
-                assert not last.startswith("shm_"), f"{name} imports {full}"
-                assert last == "transport" or not last.endswith("_transport"), f"{name}: {full}"
+def test_roles_import_nothing_that_knows_a_transport() -> None:
+    assert not imports_of_package("roles") & KNOW_A_TRANSPORT
+    everything = [full for name in TREES if package_of(name) == "roles"
+                  for full, _ in imports(TREES[name])]  # fmt: skip
+    assert not [full for full in everything if full.partition(".")[0] == "zmq"]
+
+
+def test_only_the_agent_and_what_builds_it_import_torch() -> None:
+    found = {
+        package_of(name)
+        for name, tree in TREES.items()
+        if any(full.partition(".")[0] == "torch" for full, when in imports(tree) if when != "never")
+    }
+    assert found == {"agent", "chunks", "run"}  # chunks: Batch.torch
 
 
 # As text these two are words of commands, too.

@@ -1,20 +1,21 @@
-"""The links of one host: who gets what, in which order, and what a former life left in them."""
+"""The links of one host: who gets what, in which order, and what a former incarnation left."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.fake_system import spec
-from zapex.batch import Batch, aligned_zeros
-from zapex.config import Config
+from tests.support.fake_system import spec
+from zapex.chunks.batch import Batch, aligned_zeros
+from zapex.chunks.layout import GENERATION, BatchLayout
+from zapex.config.settings import Config
 from zapex.errors import PeerError
-from zapex.host_plan import HostPlan
-from zapex.replay import Draw
-from zapex.run import Run
-from zapex.schema import GENERATION, BatchLayout
-from zapex.shm_transport import Host
-from zapex.transport import Life
+from zapex.host.plan import HostPlan
+from zapex.replay.draw import Draw
+from zapex.run.run import Run
+from zapex.shm_ring import RingConsumer
+from zapex.shm_transport import HostMemory
+from zapex.transport import Incarnation
 
 STREAMS, BATCH, PREFETCH = 3, 4, 3
 
@@ -27,24 +28,24 @@ def make_plan(actors: int = 2, stack: int = 1) -> HostPlan:
     return Run(config, spec(stack), None).plan  # type: ignore[arg-type]
 
 
-def make_host(plan: HostPlan | None = None) -> Host:
+def make_host(plan: HostPlan | None = None) -> HostMemory:
     plan = plan or make_plan()
     memory = aligned_zeros(plan.nbytes), aligned_zeros(plan.replay.nbytes)
-    host = Host(plan, *memory, [-1] * len(plan.roles), create=True)
-    host.set_life("learner", 1)
+    host = HostMemory(plan, *memory, [-1] * len(plan.roles), create=True)
+    host.set_incarnation("learner", 1)
     return host
 
 
-def other(host: Host) -> Host:
+def other(host: HostMemory) -> HostMemory:
     """The same memory, as another process maps it."""
-    return Host(host.plan, host.control, host.experience, host.eventfds)
+    return HostMemory(host.plan, host.control, host.experience, host.eventfds)
 
 
 def slots(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def draw(host: Host, keys: np.ndarray) -> Draw:
+def draw(host: HostMemory, keys: np.ndarray) -> Draw:
     leaves = np.linspace(1.0, 2.0, len(keys))
     return Draw(keys, np.arange(len(keys)), leaves, 10.0, 50, 0.5)
 
@@ -52,20 +53,20 @@ def draw(host: Host, keys: np.ndarray) -> Draw:
 @pytest.mark.parametrize("stack", [1, 4])
 def test_every_part_of_the_block_is_aligned_and_none_overlap(stack: int) -> None:
     plan = make_plan(actors=3, stack=stack)
-    places = sorted(plan._places.values())
+    places = sorted((section.offset, section.nbytes) for section in plan.sections.values())
     assert all(start % 128 == 0 for start, _ in places)
     ends = [start + nbytes for start, nbytes in places]
     assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
-    assert ends[-1] == plan.nbytes
-    assert {f"ring {name}" for name in plan.rings} < plan._places.keys()
+    assert plan.nbytes - 128 < ends[-1] <= plan.nbytes
+    assert {f"ring {name}" for name in plan.rings} < plan.sections.keys()
 
 
 def test_each_role_has_a_place_of_its_own_for_its_life_and_its_sleep() -> None:
     host = make_host()
     names = [name for name, _ in host.plan.roles]
     for i, name in enumerate(names, 1):
-        host.set_life(name, i)
-    assert [other(host).life(name) for name in names] == list(range(1, len(names) + 1))
+        host.set_incarnation(name, i)
+    assert [other(host).incarnation(name) for name in names] == list(range(1, len(names) + 1))
     assert len({host.sleeping_word(name) for name in names}) == len(names)
 
 
@@ -87,7 +88,7 @@ def test_what_is_granted_to_one_life_is_not_claimed_by_another() -> None:
 def test_commits_come_in_order_from_the_actor_that_made_them_and_once() -> None:
     host = make_host()
     source = host.experience_source()
-    source.lives()
+    source.take_in()
     assert not source.ready()
     sink = other(host).experience_sink(1, 1)
     sink.commit(slots(3, 1))
@@ -118,20 +119,21 @@ def test_each_life_is_told_once_and_the_dead_as_0() -> None:
     host = make_host()
     source = other(host).experience_source()
     assert source.ready()
-    assert source.lives() == [Life(0, 0), Life(1, 0)]
+    assert source.take_in() == [Incarnation(0, 0), Incarnation(1, 0)]
     assert not source.ready()
-    assert source.lives() == []
-    host.set_life("actor 1", 5)
+    assert source.take_in() == []
+    host.set_incarnation("actor 1", 5)
     assert source.ready()
-    assert source.lives() == [Life(1, 5)]
-    assert source.lives() == []
-    host.set_life("actor 1", 0)
-    host.set_life("actor 0", 7)
-    assert source.lives() == [Life(0, 7), Life(1, 0)]
-    host.set_life("actor 1", 0)
-    assert source.lives() == []
+    assert source.take_in() == [Incarnation(1, 5)]
+    assert source.take_in() == []
+    host.set_incarnation("actor 1", 0)
+    host.set_incarnation("actor 0", 7)
+    assert source.take_in() == [Incarnation(0, 7), Incarnation(1, 0)]
+    host.set_incarnation("actor 1", 0)
+    assert source.take_in() == []
     newcomer = other(host).experience_source()
-    assert newcomer.lives() == [Life(0, 7), Life(1, 0)], "a replay that starts again asks who lives"
+    told = newcomer.take_in()
+    assert told == [Incarnation(0, 7), Incarnation(1, 0)], "a replay that starts again asks for all"
 
 
 def test_a_batch_travels_as_keys_and_arrives_with_weights_of_the_probabilities_used() -> None:
@@ -198,9 +200,10 @@ def test_a_request_whose_answer_a_dead_replay_had_given_is_not_answered_again(
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sink._requests, "release", die)
+    monkeypatch.setattr(RingConsumer, "release", die)
     with pytest.raises(KeyboardInterrupt):
         sink.answer(draw(host, keys))
+    monkeypatch.undo()
     assert (sink.issued, sink.requests()) == (2, PREFETCH - 1), "given, and asked for still"
     assert source.outstanding == other(host).sample_source().outstanding == PREFETCH
     newcomer = other(host).sample_sink()
@@ -215,9 +218,9 @@ def test_while_the_learner_is_dead_no_answer_keeps_a_slot() -> None:
     source.request()
     sink.answer(draw(host, host.store().keys_of(np.arange(BATCH))))
     assert sink.released == 0
-    host.set_life("learner", 0)
+    host.set_incarnation("learner", 0)
     assert sink.released == 1, "nobody reads it"
-    host.set_life("learner", 2)
+    host.set_incarnation("learner", 2)
     assert sink.released == 0, "the next life will"
 
 
@@ -290,7 +293,7 @@ def test_every_row_of_an_update_is_aligned_whatever_the_size_of_a_batch() -> Non
 
 def test_parameters_are_the_newest_and_only_what_is_newer() -> None:
     host = make_host()
-    sink, source = host.parameter_sink(), other(host).parameter_source()
+    sink, source = host.mailbox(), other(host).mailbox()
     size = host.plan.parameter_bytes
     out = np.zeros(size, np.uint8)
     assert (source.version, source.newer_than(0, out)) == (0, 0)
@@ -300,4 +303,57 @@ def test_parameters_are_the_newest_and_only_what_is_newer() -> None:
     assert source.newer_than(2, out) == 5
     assert (out == 5).all()
     assert source.newer_than(5, out) == 0
-    assert other(host).parameter_sink().version == 5, "a learner's next life goes on from here"
+    assert other(host).mailbox().version == 5, "a learner's next life goes on from here"
+
+
+@pytest.mark.parametrize("stack", [1, 4])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_batches_gathered_ahead_are_those_gathered_when_they_are_polled(
+    threads: int, stack: int
+) -> None:
+    host = make_host(make_plan(stack=stack))
+    store, rng = host.store(), np.random.default_rng(threads)
+    body = store.mem[store.bodies_offset :]
+    body[:] = rng.integers(0, 256, body.size)
+    for slot in range(store.slots):  # frame numbers that exist
+        for name in ("obs_frames", "next_obs_frames"):
+            column = store.column(slot, name)
+            column[:] = rng.integers(0, store.layout.frames, column.shape)
+    source, sink = other(host).sample_source(threads), host.sample_sink()
+    layout = BatchLayout(host.plan.replay.schema, BATCH, channels_last=True)
+    free = [Batch.empty(layout) for _ in range(2)]
+    expected = Batch.empty(layout)
+    for number in range(40):
+        while source.outstanding < PREFETCH:
+            source.request()
+        for _ in range(sink.requests()):
+            sink.answer(draw(host, store.keys_of(rng.integers(0, store.num_indices, BATCH))))
+        head = host.ring("answers").head
+        record = host.ring("answers").record(head)
+        Draw.read(record["draw"]).gather(store, expected, host.plan.beta)
+        if number % 3 == 2:  # the caller changes its mind about the memory
+            free.reverse()
+        batch, following = free
+        sampled = source.poll(batch, following)
+        assert sampled is not None
+        assert (sampled.torn, sampled.live) == (0, 50)
+        assert np.array_equal(batch.memory, expected.memory), number
+        assert sink.released == number + 1, "answers are released one by one, when they are polled"
+        free.reverse()
+
+
+def test_rows_torn_while_they_are_gathered_ahead_have_no_weight() -> None:
+    host = make_host()
+    source, sink = other(host).sample_source(2), host.sample_sink()
+    batches = [Batch.empty(BatchLayout(host.plan.replay.schema, BATCH)) for _ in range(2)]
+    chunk = host.plan.replay.chunk
+    keys = host.store().keys_of(np.array([0, chunk, 0, chunk]))
+    for _ in range(2):
+        source.request()
+        sink.answer(draw(host, keys))
+    host.store().header_rows[1, GENERATION] += 1
+    for batch, following in (batches, batches[::-1]):
+        sampled = source.poll(batch, following)
+        assert sampled is not None
+        assert sampled.torn == 2
+        assert (batch.weights == 0).tolist() == [False, True, False, True]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.naive import NaiveSumTree
+from tests.support.naive import NaiveSumTree
 from zapex.errors import (
     ConfigError,
     InvalidIndex,
@@ -279,7 +279,7 @@ def test_memory_that_cannot_hold_the_tree_is_refused() -> None:
     read_only = aligned(size)
     read_only.flags.writeable = False
     for memory, says in (
-        (aligned(size - 8), f"need {size} bytes"),
+        (aligned(size - 8), f"needs {size} bytes"),
         (aligned(size + 8)[8:], "aligned"),
         (read_only, "read-only"),
     ):

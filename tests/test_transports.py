@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_nstep import Game
-from tests.transport_rigs import (
+from tests.chunks.test_builder import Game
+from tests.support.transport_rigs import (
     BATCH,
     PARAMETER_BYTES,
     SCHEMA,
@@ -17,12 +17,12 @@ from tests.transport_rigs import (
     nothing_left_open,
     until,
 )
-from zapex.batch import Batch
-from zapex.nstep import CUT, END, ChunkBuilder
-from zapex.replay import Draw
-from zapex.schema import COUNT, LIVE, SEQUENCE, STATE, BatchLayout
+from zapex.chunks.batch import Batch
+from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.layout import COUNT, LIVE, SEQUENCE, STATE, BatchLayout
+from zapex.replay.draw import Draw
 
-KINDS = ("in process", "shm", "ipc", "tcp")
+KINDS = ("in process", "shm", "ipc", "tcp", "zmtp", "fstack")
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
@@ -131,7 +131,7 @@ def batches(rig: Rig, channels_last: bool) -> list[Batch]:
         got: list = []
         until(lambda got=got: got or got.extend(rig.sample_sink.updates()), rig.turn, "an update")
         for keys, priorities in got:
-            assert rig.replay.update_priorities(keys, priorities) == (BATCH, 0)
+            assert rig.replay.reprioritise(keys, priorities.astype(np.float64)) == (BATCH, 0)
         out.append(batch)
     return out
 

@@ -1,4 +1,4 @@
-"""Promises of the faces over ZeroMQ: memory is kept while it is sent, no answer is lost."""
+"""The ends of links over ZeroMQ: memory is kept while it is sent, no answer is lost."""
 
 import os
 import socket
@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import zmq
 
-from tests.lossy_link import LossyLink
-from tests.test_transports import play
-from tests.transport_rigs import (
+from tests.support.lossy_link import LossyLink
+from tests.support.transport_rigs import (
     BATCH,
     BETA,
     OPEN,
@@ -29,45 +28,40 @@ from tests.transport_rigs import (
     nothing_left_open,
     until,
 )
-from zapex import curve_keys, zmq_client, zmq_server, zmq_socket
-from zapex.batch import Batch, aligned_zeros
-from zapex.chunk_store import ChunkStore
-from zapex.experience_messages import Push
-from zapex.message_header import Kind
-from zapex.messages import encode
-from zapex.schema import BatchLayout
-from zapex.zmq_client import HELLO_S
-from zapex.zmq_samples import ZmqSampleSource
-from zapex.zmq_socket import (
-    CLIENT_COPIED_BYTES,
-    Gatekeeper,
-    Security,
-    connect,
-    listen,
-    receive,
-    send,
-)
+from tests.test_transports import play
+from zapex.chunks.batch import Batch, aligned_zeros
+from zapex.chunks.layout import BatchLayout
+from zapex.chunks.store import ChunkStore
+from zapex.net import keys as curve_keys
+from zapex.net import sockets as zmq_socket
+from zapex.net.link import HELLO_S
+from zapex.net.sample_source import ZmqSampleSource
+from zapex.net.sockets import CLIENT_COPIED_BYTES, Dealers, RouterListener, send
+from zapex.wire.control import encode
+from zapex.wire.experience import Push
+from zapex.wire.header import Kind, kind_of
 from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
 
 FORGOTTEN = """
-import gc, weakref
-from tests.transport_rigs import OPEN, Memory, NetworkReplay, SCHEMA, form_of, layout_of
-from zapex.zmq_client import ZmqLink
-from zapex.zmq_socket import Security
+import gc, weakref, zmq
+from tests.support.transport_rigs import OPEN, Memory, NetworkReplay, SCHEMA, form_of, layout_of
+from zapex.net.link import ZmqLink
+from zapex.net.keys import Security
 layout = layout_of(400)
 server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0").server
 link = ZmqLink(
     server.url, "learner", 1, 1, form_of(layout), {}, Security(), schema_hash=SCHEMA.hash
 )
 link.itself, server.itself = link, server
-gone = [weakref.ref(one) for one in (link, server, link._context, server._context)]
+gone = [weakref.ref(link), weakref.ref(server)]
 OPEN.clear()
 del link, server
 gc.collect()
 assert not any(one() for one in gone)
+assert not any(isinstance(one, zmq.Context) for one in gc.get_objects())
 """
 
 
@@ -109,10 +103,10 @@ def test_a_send_buffer_is_small_until_the_peer_is_found_to_be_far(far_us: int) -
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     link = make_link(server.url, "reader", 1, layout, clock_s=lambda: time.monotonic() + later_s[0])
     turn = lambda: (server.turn(), link.do_work())  # noqa: E731
-    with mock.patch.object(zmq_socket, "_FAR_US", 1 << 31):
+    with mock.patch.object(zmq_socket, "FAR_US", 1 << 31):
         until(lambda: link.is_open, turn, "welcomes")
     assert send_buffers_locked() == 4 * [True]
-    with mock.patch.object(zmq_socket, "_FAR_US", far_us):
+    with mock.patch.object(zmq_socket, "FAR_US", far_us):
         heard, later_s[0] = link.counts["messages"], HELLO_S
         until(lambda: link.counts["messages"] >= heard + 2, turn, "welcomes again")
     assert send_buffers_locked() == 4 * [far_us > 1]
@@ -120,37 +114,38 @@ def test_a_send_buffer_is_small_until_the_peer_is_found_to_be_far(far_us: int) -
 
 def test_the_largest_part_that_is_allowed_passes_encrypted_too(tmp_path: Path) -> None:
     curve_keys.make(tmp_path / "keys")
-    ends = {r: Security.load(str(tmp_path / "keys"), r, False) for r in ("replay", "learner")}
-    context, other, nbytes = zmq.Context(), zmq.Context(), 1 << 18
-    OPEN.extend(mock.Mock(close=lambda c=c: c.destroy(linger=0)) for c in (context, other))
-    assert ends["replay"].keys is not None
-    gate = Gatekeeper(context, ends["replay"].keys)
-    router = listen(context, "tcp://127.0.0.1:0", ends["replay"], nbytes)
-    dealer = connect(other, router.last_endpoint.decode(), ends["learner"], nbytes)
-    part, got = np.arange(nbytes).astype(np.uint8).data, []
-    until(lambda: send(dealer, [part]) is not None, gate.do_work, "a connection")
+    ends = {
+        r: curve_keys.Security.load(str(tmp_path / "keys"), r, False) for r in ("replay", "learner")
+    }
+    nbytes, got = 1 << 18, []
+    listener = RouterListener("tcp://127.0.0.1:0", ends["replay"], nbytes)
+    dealers = Dealers(listener.url, ends["learner"], nbytes, connections=1)
+    OPEN.extend([listener, dealers])
+    part = np.arange(nbytes).astype(np.uint8).data
+    until(lambda: dealers.send(0, [part]) is not None, listener.do_work, "a connection")
 
     def turn() -> None:
-        gate.do_work()
-        got.extend(receive(router) or [])
+        listener.do_work()
+        received = listener.receive()
+        got.extend(received.buffers if received is not None else [])
 
     until(lambda: got, turn, "the largest part")
-    assert got[1].buffer == part
+    assert got[0].buffer == part
 
 
 def spoilt_once(kind: Kind) -> Any:
     """Of the server's messages, the first of a kind arrives with a byte changed."""
     spoilt = []
-    whole = zmq_server.send
+    whole = RouterListener.send
 
-    def spoil(socket: Any, parts: list[Any]) -> Any:
-        header = bytes(parts[1])
-        if not spoilt and header[6] == kind:
+    def spoil(self: RouterListener, peer: bytes, buffers: list[Any]) -> Any:
+        if not spoilt and kind_of(buffers) == kind:
             spoilt.append(True)
-            parts = [*parts[:-1], bytes([parts[-1][0] ^ 1]) + bytes(parts[-1][1:])]
-        return whole(socket, parts)
+            last = bytes([buffers[-1][0] ^ 1]) + bytes(buffers[-1][1:])
+            buffers = [*buffers[:-1], memoryview(last)]
+        return whole(self, peer, buffers)
 
-    return mock.patch.object(zmq_server, "send", spoil)
+    return mock.patch.object(RouterListener, "send", spoil)
 
 
 def filled(tmp_path: Path) -> Rig:
@@ -183,7 +178,7 @@ def test_parameters_that_arrive_broken_are_asked_for_again() -> None:
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     link = make_link(server.url, "reader", 1, layout)
     source = ZmqParameterSource(link)
-    mailbox = server.parameters._mailbox
+    mailbox = server.mailbox
     value = np.arange(mailbox.value_bytes).astype(np.uint8)
     mailbox.publish(7, value)
     out = np.zeros_like(value)
@@ -208,33 +203,39 @@ def test_frames_are_sent_from_the_slot_that_they_lie_in() -> None:
     assert not np.shares_memory(np.frombuffer(rest, np.uint8), store.mem)
 
 
-def publishing(readers: int) -> tuple[NetworkReplay, ZmqParameterSink, list[ZmqParameterSource]]:
-    layout = layout_of(1000)
-    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
-    sink = ZmqParameterSink(make_link(server.url, "learner", 1, layout))
-    links = [make_link(server.url, "reader", 2 + i, layout) for i in range(readers)]
-    return server, sink, [ZmqParameterSource(link) for link in links]
+class Publishing:
+    """A learner that publishes, and readers."""
+
+    def __init__(self, readers: int) -> None:
+        layout = layout_of(1000)
+        self.server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+        self.learner = make_link(self.server.url, "learner", 1, layout)
+        self.sink = ZmqParameterSink(self.learner)
+        self.links = [make_link(self.server.url, "reader", 2 + i, layout) for i in range(readers)]
+        self.sources = [ZmqParameterSource(link) for link in self.links]
+        self.out = np.zeros(self.server.mailbox.value_bytes, np.uint8)
+
+    def turn(self) -> None:
+        self.server.turn()
+        self.learner.do_work()
 
 
 def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
-    server, sink, sources = publishing(3)
-    received = []
-    for i, source in enumerate(sources):
-        take = source._link.handlers[Kind.PARAMS]
-        source._link.handlers[Kind.PARAMS] = lambda message, i=i, take=take: (
+    publishing = Publishing(3)
+    sink, out, received, have = publishing.sink, publishing.out, [], [0] * 3
+    for i, link in enumerate(publishing.links):
+        take = link.handlers[Kind.PARAMS]
+        link.handlers[Kind.PARAMS] = lambda message, i=i, take=take: (
             received.append((i, message.version)), take(message),
         )  # fmt: skip
-    out = np.zeros(server.parameters._mailbox.value_bytes, np.uint8)
-    have = [0] * len(sources)
 
     def turn() -> None:
-        server.turn()
-        sink._link.do_work()
-        for i, source in enumerate(sources):
+        publishing.turn()
+        for i, source in enumerate(publishing.sources):
             have[i] = max(have[i], source.newer_than(have[i], out))
 
     # Whoever has asked on one connection asks again when the other is made.
-    until(lambda: all(source._link.is_open for source in sources), turn, "connections")
+    until(lambda: all(link.is_open for link in publishing.links), turn, "connections")
     for _ in range(50):
         turn()
     for version in (1, 2):
@@ -245,39 +246,39 @@ def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
     for _ in range(50):
         turn()
     assert sorted(received) == [(i, version) for i in range(3) for version in (1, 2)]
-    assert server.parameters.counts == {"sent": 6, "kept": 2}
+    assert publishing.server.parameters.counts == {"sent": 6, "kept": 2}
 
 
 def test_parameters_are_sent_on_from_the_frame_that_they_came_in() -> None:
-    server, sink, (source,) = publishing(1)
-    came = []
-    take = server.server.handlers[Kind.PUBLISH]
-    server.server.handlers[Kind.PUBLISH] = lambda session, message: (
+    publishing, came, went = Publishing(1), [], []
+    server, out, (source,) = publishing.server.server, publishing.out, publishing.sources
+    take, send_on = server.handlers[Kind.PUBLISH], RouterListener.send
+    server.handlers[Kind.PUBLISH] = lambda session, message: (
         came.append(np.frombuffer(message.parameters, np.uint8)), take(session, message),
     )  # fmt: skip
-    out = np.zeros(server.parameters._mailbox.value_bytes, np.uint8)
-    sink.publish(3, out + 7)
 
-    def turn() -> None:
-        server.turn()
-        sink._link.do_work()
+    def noted(self: RouterListener, peer: bytes, buffers: list[Any]) -> Any:
+        if kind_of(buffers) == Kind.PARAMS:
+            went.append(np.frombuffer(buffers[1], np.uint8))
+        return send_on(self, peer, buffers)
 
-    until(lambda: source.newer_than(0, out), turn, "parameters")
+    publishing.sink.publish(3, out + 7)
+    with mock.patch.object(RouterListener, "send", noted):
+        until(lambda: source.newer_than(0, out), publishing.turn, "parameters")
     assert (out == 7).all()
-    kept = np.frombuffer(server.parameters._parts[1], np.uint8)
-    assert kept.ctypes.data == came[0].ctypes.data
+    assert went[0].ctypes.data == came[0].ctypes.data
 
 
 def test_small_messages_pass_while_the_bulk_connection_stands_still(tmp_path: Path) -> None:
     rig = filled(tmp_path)
-    port = int(rig.sample_source._link.url.rsplit(":", 1)[1])
-    with LossyLink(port) as slow:
-        urls = iter([rig.sample_source._link.url, slow.url])
-        plain = zmq_client.connect
-        with mock.patch.object(
-            zmq_client, "connect", lambda context, url, *rest: plain(context, next(urls), *rest)
-        ):
-            link = make_link("tcp://127.0.0.1:1", "learner", 9, rig.replay.layout, incarnation=2)
+    assert rig.server is not None
+    url = rig.server.url
+    with LossyLink(int(url.rsplit(":", 1)[1])) as slow:
+        urls, plain = iter([url, slow.url]), zmq.Socket.connect
+        with mock.patch.object(zmq.Socket, "connect", lambda self, _: plain(self, next(urls))):
+            link = make_link(
+                "tcp://127.0.0.1:1", "learner", 9, rig.replay.layout, incarnation=2, actors=1
+            )
         source, batch = ZmqSampleSource(link, BETA), Batch.empty(BatchLayout(SCHEMA, BATCH, False))
         answer = lambda: [  # noqa: E731
             rig.sample_sink.answer(rig.replay.draw(BATCH))

@@ -1,10 +1,32 @@
-"""Ape-X: distributed prioritized experience replay.
+"""Ape-X (Horgan et al. 2018): whole training runs, and a prioritized replay for loops of your own.
 
-Layers; imports point down only (tests/test_layers.py):
+In a shell, `zapex train --env ALE/Breakout-v5` is a run and `zapex --help` lists the commands. In
+Python, the replay (docs/library.md):
 
-    L8 cli    L7 launch    L6 roles    L5 connect, metrics    L4 transports, agent, environments
-    L3 replay, snapshot, transport    L2 rings, tree, store, nstep, limiter, messages
-    L1 jit, atomics, shm_segment, idle    L0 errors, config, schema
+    import zapex
+
+    schema = zapex.Schema.from_spaces(envs.single_observation_space, envs.single_action_space)
+    replay = zapex.PrioritizedReplay(100_000, schema)
+    writer = replay.writer(num_envs=8)                  # takes what `envs.step` returns
+    batch = replay.sample(512)                          # drawn by priority
+    replay.update_priorities(batch.keys, td_errors)
+    client = zapex.connect(replay.handle)               # the same calls, in another process
+
+For readers of the code: where things live. Imports run down this map and never up
+(tests/test_layers.py); each package's docstring says what it holds and what it imports.
+
+    12  __main__
+    11  cli
+    10  library, run             the two products; neither imports the other
+     9  zmq_transport
+     8  net
+     7  roles, shm_transport, watch
+     6  host, transport, wire
+     5  checkpoints, replay
+     4  config, envs, sumtree_numba
+     3  agent, chunks, fstack, shm_ring, sumtree_kernels
+     2  machine, zmtp
+     1  errors, processes, version
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,21 +34,22 @@ from typing import TYPE_CHECKING, Any
 from zapex.version import __version__
 
 if TYPE_CHECKING:
-    from zapex.batch import Batch
-    from zapex.connections import connect
-    from zapex.replay import PrioritizedReplay
-    from zapex.schema import Column, Schema
-    from zapex.writer import Writer
+    from zapex.chunks.batch import Batch
+    from zapex.chunks.columns import Column
+    from zapex.chunks.schema import Schema
+    from zapex.library.connect import connect
+    from zapex.library.prioritized import PrioritizedReplay
+    from zapex.library.writer import Writer
 
 __all__ = ["Batch", "Column", "PrioritizedReplay", "Schema", "Writer", "__version__", "connect"]
 
 _HOMES = {
-    "Batch": "batch",
-    "Column": "schema",
-    "PrioritizedReplay": "replay",
-    "Schema": "schema",
-    "Writer": "writer",
-    "connect": "connections",
+    "Batch": "chunks.batch",
+    "Column": "chunks.columns",
+    "PrioritizedReplay": "library.prioritized",
+    "Schema": "chunks.schema",
+    "Writer": "library.writer",
+    "connect": "library.connect",
 }
 
 

@@ -6,6 +6,7 @@ ZapexError
 │   └── UnknownEnvironment
 ├── ReplayError
 │   ├── NotEnoughData    a sample was asked of a replay that has too little
+│   ├── InvalidIndex     an index beyond the tree's capacity; an IndexError too
 │   └── InvalidPriority  NaN, infinite or (in the tree) negative
 ├── SharedMemoryError    memory that cannot be had, or is not what it should be
 ├── PeerError
@@ -16,6 +17,7 @@ ZapexError
 │   ├── Refused          the peer says why it does not want us
 │   ├── Fenced           a newer incarnation has taken this role's place
 │   └── RunOver          the learner has ended the run: there is nothing more to do
+├── Diverged             learning cannot go on: the loss or a TD error is not finite
 └── CheckpointError      missing, damaged or of another schema
 """
 
@@ -88,6 +90,10 @@ class RunOver(PeerError):
     """The run has reached its limit, on whichever host that was counted; it says which."""
 
 
+class Diverged(ZapexError):
+    """Learning cannot go on from these parameters: the loss or a TD error is not finite."""
+
+
 class CheckpointError(ZapexError):
     """A checkpoint is missing, damaged or of another schema."""
 
@@ -97,3 +103,13 @@ TELLABLE: tuple[type[ZapexError], ...] = (
     SharedMemoryError, CheckpointError, PeerError,
 )  # fmt: skip
 """What a replay's answer to another process can say; by its place here, so only ever add."""
+
+
+def tell(error: ZapexError) -> int:
+    """An error as a number for another process: 1 + its place in TELLABLE."""
+    return 1 + TELLABLE.index(type(error) if type(error) in TELLABLE else PeerError)
+
+
+def told(number: int, text: str) -> ZapexError:
+    """The error that another process told, to be raised here."""
+    return TELLABLE[number - 1](text)

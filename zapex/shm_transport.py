@@ -1,60 +1,57 @@
-"""shm://: all roles of one host over one shared block of rings, a mailbox and metrics words.
+"""shm://: the links of one host, in one shared block of rings, a mailbox and metrics words.
 
-The experience itself lies in a block of its own (replay.ReplayLayout); what travels here is slot
-numbers, keys and parameters. Each ring has one producer and one consumer, so a dead role blocks
-nobody:
+The experience is in another block (ReplayLayout in replay/core.py). The links carry only slot
+numbers, keys and parameters. Each ring has one producer and one consumer, so a dead role does not
+block another role:
 
-    commits[i]    actor i -> replay     slots handed over
-    grants[i]     replay -> actor i     free slots, stamped with the incarnation they are for
+    commits[i]    actor i -> replay     committed slots
+    grants[i]     replay -> actor i     free slots, each with its actor's incarnation
     episodes[i]   actor i -> parent     finished episodes
-    requests      learner -> replay     batches asked for
+    requests      learner -> replay     requests for batches
     answers       replay -> learner     keys and leaf values; its head is the learner's release
     updates       learner -> replay     keys and priorities
     evaluations   evaluator -> parent   mean returns
-    episodes      relay, replay, learner -> parent   finished episodes, of all hosts as far as known
-    notices       relay, replay, learner -> parent   what a user should know of the network
-    parameters    learner -> everyone   the newest, in a mailbox; of an actor host, from its relay
-    lives         parent -> everyone    the incarnation of each role, 0 while it is dead
+    episodes      relay, replay, learner -> parent   finished episodes of all known hosts
+    notices       relay, replay, learner -> parent   messages about the network for the user
+    parameters    learner -> all roles  the newest, in a mailbox; on an actor host its relay writes
+    incarnations  parent -> all roles   one for each role, 0 while it has no process
     sleeping      a word for each role  1 while it waits on its eventfd
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.atomics import load_acquire, store_release
-from zapex.batch import Batch
-from zapex.chunk_store import NO_KEY, ChunkStore
+from zapex.chunks.batch import Batch
+from zapex.chunks.store import ChunkStore
 from zapex.errors import PeerError
-from zapex.host_plan import GRANT, STRIDE_WORDS, HostPlan
-from zapex.idle import Waker
-from zapex.jit import kernel
-from zapex.metrics import Role, RoleMetrics
-from zapex.replay import Draw, importance_weights
-from zapex.shm_mailbox import Mailbox
-from zapex.shm_ring import ShmRing
-from zapex.shm_segment import map_ahead
-from zapex.transport import Life, Sampled
+from zapex.host.metrics import Role, RoleMetrics
+from zapex.host.plan import GRANT, STRIDE_WORDS, HostPlan
+from zapex.machine.mailbox import Mailbox, find_changed_kernel, load_kernel, store_kernel
+from zapex.machine.segment import map_ahead
+from zapex.machine.waiting import Waker
+from zapex.replay.draw import Draw
+from zapex.replay.gathering import Gatherer
+from zapex.shm_ring import RingsWithRecords, ShmRing
+from zapex.transport import Incarnation, Sampled
 
-_UNKNOWN = -1  # no incarnation, and not "dead"
-
-
-@kernel
-def _load_word_kernel(words: Any, i: int) -> int:
-    return load_acquire(words, i)
-
-
-@kernel
-def _store_word_kernel(words: Any, i: int, value: int) -> None:
-    store_release(words, i, value)
+_UNKNOWN = -1  # not an incarnation, and not 0 (dead)
 
 
 @dataclass(frozen=True)
-class Host:
-    """The two blocks of a host, mapped; every end of every link is made from here."""
+class HostMemory:
+    """The two mapped blocks of a host. It makes all ends of all links.
+
+    Args:
+        plan: the processes, and the layout of the memory.
+        control: uint8 block of rings, mailbox and metrics words, `plan.nbytes` long.
+        experience: uint8 block of chunk slots and leaf priorities.
+        eventfds: one for each of `plan.roles`.
+        create: make new rings, mailbox and metrics; otherwise attach to them.
+    """
 
     plan: HostPlan
     control: NDArray[np.uint8]
@@ -69,48 +66,56 @@ class Host:
                 self.ring(name)
             for name, role in self.plan.roles + self.plan.elsewhere:
                 RoleMetrics(self.plan.place(self.control, f"metrics {name}"), role, create=True)
-            self._mailbox(create=True)
+            self.mailbox(create=True)
 
     def ring(self, name: str) -> ShmRing:
-        """A ring by name."""
+        """The ring of this name."""
         if name not in self._rings:
             capacity, dtype = self.plan.rings[name]
             place = self.plan.place(self.control, f"ring {name}")
             self._rings[name] = ShmRing(place, capacity, dtype, create=self.create)
         return self._rings[name]
 
-    def _mailbox(self, create: bool = False) -> Mailbox:
+    def used_rings(self, names: Iterable[str]) -> RingsWithRecords:
+        """Says which of these rings have records."""
+        sections = self.plan.sections
+        return RingsWithRecords(self.control, [sections[f"ring {n}"].offset for n in names])
+
+    def mailbox(self, create: bool = False) -> Mailbox:
+        """The mailbox of the parameters, to read or to publish."""
         place = self.plan.place(self.control, "parameters")
         return Mailbox(place, self.plan.parameter_bytes, create=create)
 
     def metrics(self, name: str) -> RoleMetrics:
         """The metrics words of a process."""
-        role: Role = dict(self.plan.roles + self.plan.elsewhere)[name]
-        assert role in get_args(Role)
+        role = cast(Role, name.partition(" ")[0])
         return RoleMetrics(self.plan.place(self.control, f"metrics {name}"), role, create=False)
 
     @property
-    def _lives(self) -> NDArray[np.int64]:
-        return self.plan.place(self.control, "lives").view(np.int64)
+    def _incarnations(self) -> NDArray[np.int64]:
+        return self.plan.place(self.control, "incarnations").view(np.int64)
 
-    def life(self, name: str) -> int:
+    def incarnation(self, name: str) -> int:
         """The incarnation of a process, 0 while it is dead."""
-        return _load_word_kernel(self._lives, self.plan.role_index(name) * STRIDE_WORDS)
+        return load_kernel(self._incarnations, self.plan.role_index(name) * STRIDE_WORDS)
 
-    def set_life(self, name: str, incarnation: int) -> None:
-        """The parent's: a process began (its incarnation) or is dead for sure (0)."""
+    def set_incarnation(self, name: str, incarnation: int) -> None:
+        """Record that a process has started, or is certainly dead. Only the parent calls this.
+
+        incarnation: 0 once it is dead.
+        """
         index = self.plan.role_index(name)
-        _store_word_kernel(self._lives, index * STRIDE_WORDS, incarnation)
-        if self.plan.intake:
-            self.waker(self.plan.intake).wake()
+        store_kernel(self._incarnations, index * STRIDE_WORDS, incarnation)
+        if self.plan.part.intake:
+            self.waker(self.plan.part.intake).wake()
 
     def part_of(self, name: str) -> NDArray[np.uint8]:
-        """A place of the control block that this class knows nothing about, by its name."""
+        """A part of the control block that this class does not use."""
         return self.plan.place(self.control, name)
 
     @property
     def sleeping(self) -> NDArray[np.int64]:
-        """The words that say who waits on its eventfd."""
+        """The words that say which processes wait on their eventfd."""
         return self.plan.place(self.control, "sleeping").view(np.int64)
 
     def sleeping_word(self, name: str) -> int:
@@ -118,59 +123,50 @@ class Host:
         return self.plan.role_index(name) * STRIDE_WORDS
 
     def waker(self, name: str) -> Waker:
-        """Wakes a process."""
-        index = self.plan.role_index(name)
-        return Waker(self.sleeping, self.sleeping_word(name), self.eventfds[index])
+        """An object that wakes a process."""
+        eventfd = self.eventfds[self.plan.role_index(name)]
+        return Waker(self.sleeping, self.sleeping_word(name), eventfd)
 
     def store(self) -> ChunkStore:
-        """The slots."""
+        """The chunk slots."""
         layout = self.plan.replay
         return ChunkStore(self.experience, layout.chunk_layout, layout.slots)
 
     def experience_sink(self, actor: int, incarnation: int) -> "ShmExperienceSink":
-        """The actor's end."""
+        """An actor's end of its link to the replay or relay."""
         return ShmExperienceSink(self, actor, incarnation)
 
     def experience_source(self) -> "ShmExperienceSource":
-        """The replay's end of all actors."""
+        """The replay's or relay's end of the links of all actors."""
         return ShmExperienceSource(self)
 
-    def sample_source(self) -> "ShmSampleSource":
-        """The learner's end."""
-        return ShmSampleSource(self)
+    def sample_source(self, *how: Any) -> "ShmSampleSource":
+        """The learner's end of its link to the replay. how: as of ShmSampleSource."""
+        return ShmSampleSource(self, *how)
 
     def sample_sink(self) -> "ShmSampleSink":
-        """The replay's end of the learner."""
+        """The replay's end of the learner's link."""
         return ShmSampleSink(self)
-
-    def parameter_source(self) -> "ShmParameters":
-        """Any reader's end."""
-        return ShmParameters(self._mailbox())
-
-    def parameter_sink(self) -> "ShmParameters":
-        """The learner's end."""
-        return ShmParameters(self._mailbox())
 
 
 class ShmExperienceSink:
-    """An actor's chunks are already where they belong: only slot numbers travel."""
+    """An actor's end. Chunks are already in their slots, so it sends only slot numbers."""
 
-    def __init__(self, host: Host, actor: int, incarnation: int) -> None:
+    def __init__(self, host: HostMemory, actor: int, incarnation: int) -> None:
         self.store = host.store()
         self._incarnation = incarnation
         self._mapped = np.zeros(self.store.slots, np.bool_)
         self._streams = host.plan.envs_per_actor
         self._grants = host.ring(f"grants {actor}").consumer()
         self._commits = host.ring(f"commits {actor}").producer()
-        self._intake = host.waker(host.plan.intake)
+        self._intake = host.waker(host.plan.part.intake)
 
     def ready(self) -> bool:
-        """There may be slots to claim."""
-        ring = self._grants.ring
-        return ring.tail > ring.head
+        """Whether there may be slots to claim."""
+        return self._grants.ring.used > 0
 
     def try_claim(self) -> NDArray[np.int64] | None:
-        """Free slots, one for each stream; None while there is no credit."""
+        """Claim one free slot for each stream; None while there is no credit."""
         while True:
             _, count = self._grants.poll(self._streams)
             if count == 0:
@@ -178,7 +174,7 @@ class ShmExperienceSink:
             grants = self._grants.take(count)
             # STEP grants-taken
             mine = grants["slot"][grants["incarnation"] == self._incarnation]
-            if len(mine):  # the rest were for a former life; the replay has taken them back
+            if len(mine):  # the others were for a former incarnation; the replay reclaimed them
                 self._map(mine)
                 return np.ascontiguousarray(mine)
 
@@ -189,62 +185,68 @@ class ShmExperienceSink:
         self._mapped[slots] = True
 
     def commit(self, slots: NDArray[np.int64]) -> None:
-        """Hand over chunks that are whole, in their order."""
+        """Send whole chunks, in their order."""
         if len(slots):
             if not self._commits.try_offer(slots):
-                raise PeerError("the ring of commits is full: it is larger than all credit")
+                raise PeerError("the ring of commits is full, although it has room for all credit")
             # STEP chunks-announced
             self._intake.wake()
 
 
 class ShmExperienceSource:
-    """All actors' slots, as the replay sees them."""
+    """The replay's end of all actors' links."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostMemory) -> None:
         plan = host.plan
-        self._host = host
-        self._known = dict.fromkeys(range(plan.actors), _UNKNOWN)
-        self._commits = [host.ring(f"commits {i}").consumer() for i in range(plan.actors)]
-        self._grants = [host.ring(f"grants {i}").producer() for i in range(plan.actors)]
-        self._wakers = [host.waker(f"actor {i}") for i in range(plan.actors)]
-        self._words = [plan.role_index(f"actor {i}") * STRIDE_WORDS for i in range(plan.actors)]
-        self._lives = host._lives
+        actors = range(plan.actors)
+        self._commits = [host.ring(f"commits {i}").consumer() for i in actors]
+        self._grants = [host.ring(f"grants {i}").producer() for i in actors]
+        self._wakers = [host.waker(f"actor {i}") for i in actors]
+        self._used = host.used_rings(f"commits {i}" for i in actors)
+        self._incarnations = host._incarnations
+        self._places = np.array([host.sleeping_word(f"actor {i}") for i in actors], np.int64)
+        self._known = np.full(plan.actors, _UNKNOWN)
+        self._changed = np.empty(plan.actors, np.int64)
 
     def ready(self) -> bool:
-        """Something was committed, or somebody came or went."""
-        return any(c.ring.tail > c.ring.head for c in self._commits) or any(
-            _load_word_kernel(self._lives, word) != self._known[i]
-            for i, word in enumerate(self._words)
-        )
+        """Whether chunks were committed, or an actor started or died."""
+        return self._used.any() or bool(self._look_for_changes())
 
-    def lives(self) -> list[Life]:
-        """Actors that came, went or were replaced since the last call; the first call says all."""
-        changed = []
-        for i, word in enumerate(self._words):
-            incarnation = _load_word_kernel(self._lives, word)
-            if incarnation != self._known[i]:
-                self._known[i] = incarnation
-                changed.append(Life(i, incarnation))
-        return changed
+    def _look_for_changes(self) -> int:
+        return find_changed_kernel(self._incarnations, self._places, self._known, self._changed)
+
+    def take_in(self) -> list[Incarnation]:
+        """Actors that started, died or restarted since the last call. Commits stay in the rings."""
+        changed: list[int] = self._changed[: self._look_for_changes()].tolist()
+        for actor in changed:
+            self._known[actor] = load_kernel(self._incarnations, self._places[actor])
+        return [Incarnation(actor, int(self._known[actor])) for actor in changed]
+
+    def committers(self) -> list[int]:
+        """Actors with slots committed since the last `committed`."""
+        return self._used.find()
 
     def committed(self, actor: int) -> NDArray[np.int64]:
-        """Slots that `actor` handed over since the last call, in order."""
+        """Slots that `actor` committed since the last call, in order."""
         consumer = self._commits[actor]
         slots = consumer.take(consumer.ring.capacity)
         # STEP commits-taken
         return slots
 
     def has_room(self, actor: int, count: int) -> bool:
-        """The ring takes `count` grants; a dead life's stay in it until the next life looks."""
+        """Whether the ring has room for `count` grants.
+
+        A dead incarnation's grants stay in the ring until the next incarnation takes them.
+        """
         ring = self._grants[actor].ring
-        return ring.tail - ring.head + count <= ring.capacity
+        return ring.used + count <= ring.capacity
 
     def next_grant(self, actor: int) -> int:
-        """The ring's tail: what lies behind it was published."""
+        """The ring's tail: grants before it were published."""
         return self._grants[actor].ring.tail
 
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
-        """Give free slots to that life of the actor."""
+        """Give free slots to that incarnation of the actor."""
         records = np.empty(len(slots), GRANT)
         records["slot"], records["incarnation"] = slots, incarnation
         if not self._grants[actor].try_offer(records):
@@ -254,11 +256,13 @@ class ShmExperienceSource:
 
 
 class ShmSampleSource:
-    """The learner gathers by itself: keys come through a ring, rows straight from the slots."""
+    """The learner's end: keys come through a ring, rows are gathered from the slots.
 
-    def __init__(self, host: Host) -> None:
-        self._store = host.store()
-        self._beta = host.plan.beta
+    how: threads and frames, as of Gatherer; threads work if `poll` is told the next batch.
+    """
+
+    def __init__(self, host: HostMemory, *how: Any) -> None:
+        self._gatherer = Gatherer(host.store(), host.plan.beta, *how)
         self._batch_size = host.plan.batch_size
         self._requests = host.ring("requests").producer()
         self._answers = host.ring("answers").consumer()
@@ -267,10 +271,10 @@ class ShmSampleSource:
 
     @property
     def outstanding(self) -> int:
-        """Requests without an answer polled, a former life's included.
+        """Requests whose answer is not polled yet, with those of former incarnations.
 
-        Both words are the learner's own: request n is answered by answer n, so that no move of the
-        replay's can be seen half done.
+        Only the learner writes the two words, and answer n is for request n. So an unfinished step
+        of the replay does not change this number.
         """
         return self._requests.ring.tail - self._answers.ring.head
 
@@ -282,35 +286,36 @@ class ShmSampleSource:
         self._replay.wake()
 
     def ready(self) -> bool:
-        """A batch can be polled."""
-        ring = self._answers.ring
-        return ring.tail > ring.head
+        """Whether a batch can be polled."""
+        return self._answers.ring.used > 0
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
-        """Gather the oldest answered batch into `batch`, weights and keys included; or None."""
-        sequence, count = self._answers.poll(1)
-        if count == 0:
+        """Gather the oldest answered batch into `batch`, with weights and keys, or None."""
+        if not self._gatherer.under_way and not self._begin(batch):
             return None
-        ring = self._answers.ring
-        answer = ring.records[sequence & (ring.capacity - 1)]
-        live = int(answer["live"])
-        batch.indices[:] = answer["indices"]
-        batch.weights[:] = importance_weights(answer["leaves"], self._beta)
-        torn = self._store.gather(answer["keys"], batch.layout, batch.memory, batch.keys)
-        if torn:
-            batch.weights[batch.keys == NO_KEY] = 0.0
+        torn, live = self._gatherer.finish(batch)
         # STEP batch-gathered
-        self._answers.release(1)  # from here on the replay may hand evicted slots out again
+        self._answers.release(1)  # now the replay may grant evicted slots again
         # STEP batch-released
+        if following is not None and self._gatherer.threads:
+            self._begin(following)
         return Sampled(torn, live)
 
+    def _begin(self, batch: Batch) -> bool:
+        """Begin to gather the oldest answer; False if there is none. It stays in the ring."""
+        sequence, count = self._answers.poll(1)
+        if count:
+            record = self._answers.ring.record(sequence)
+            self._gatherer.begin(Draw.read(record["draw"], int(record["count"])), batch)
+        return bool(count)
+
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
-        """Leave new priorities for the replay, which the next request wakes; False while full."""
+        """Send new priorities; the next request wakes the replay. False while the ring is full."""
         sequence = self._updates.try_claim(1)
         if sequence < 0:
             return False
         ring = self._updates.ring
-        record = ring.records[sequence & (ring.capacity - 1)]
+        record = ring.record(sequence)
         record["keys"], record["priorities"] = keys, priorities
         # STEP update-written
         self._updates.commit(1)
@@ -319,43 +324,44 @@ class ShmSampleSource:
 
 
 class ShmSampleSink:
-    """The replay's end of the learner."""
+    """The replay's end of the learner's link."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostMemory) -> None:
         self._requests = host.ring("requests").consumer()
         self._answers = host.ring("answers").producer()
         self._updates = host.ring("updates").consumer()
         self._learner = host.waker("learner")
-        self._lives = host._lives
+        self._incarnations = host._incarnations
         self._learner_word = host.plan.role_index("learner") * STRIDE_WORDS
-        # Answer n is request n's: a former life that died between the two stores of `answer` left
-        # a request that is answered. Answered twice, it would be one batch too many under way.
+        # Answer n is for request n. If a replay died between the two stores of `answer`, it left
+        # a request that is already answered. A second answer would be one batch too many.
         answered = self.issued - self._requests.ring.head
         if answered > 0:
             self._requests.poll(answered)
             self._requests.release(answered)
 
     def ready(self) -> bool:
-        """There are updates that were not taken yet."""
-        return self._updates.ring.tail > self._updates.ring.head
+        """Whether there are new updates."""
+        return self._updates.ring.used > 0
 
     @property
     def issued(self) -> int:
-        """Answers given so far."""
+        """How many answers were given."""
         return self._answers.ring.tail
 
     @property
     def released(self) -> int:
-        """Answers that the learner has gathered; all of them while it is dead, for nobody reads.
+        """How many answers the learner has gathered. While it is dead: all answers.
 
-        Otherwise no slot would leave quarantine before its next life, and the actors would stop.
+        Otherwise no slot would leave quarantine until the learner restarts, and the actors would
+        stop.
         """
-        if not _load_word_kernel(self._lives, self._learner_word):
+        if not load_kernel(self._incarnations, self._learner_word):
             return self.issued
         return self._answers.ring.head
 
     def requests(self) -> int:
-        """Batches that are asked for; each has room for its answer."""
+        """How many batches are requested and not answered. Each has room for its answer."""
         return self._requests.poll(self._requests.ring.capacity)[1]
 
     def answer(self, draw: Draw) -> None:
@@ -364,9 +370,9 @@ class ShmSampleSink:
         if sequence < 0:
             raise PeerError("more batches were asked for than the ring of answers holds")
         ring = self._answers.ring
-        record = ring.records[sequence & (ring.capacity - 1)]
-        record["total"], record["live"], record["smallest"] = draw.total, draw.count, draw.smallest
-        record["keys"], record["indices"], record["leaves"] = draw.keys, draw.indices, draw.leaves
+        record = ring.record(sequence)
+        record["count"] = draw.count
+        draw.write(record["draw"])
         # STEP answer-written
         self._answers.commit(1)
         # STEP answer-given
@@ -376,40 +382,18 @@ class ShmSampleSink:
         self._learner.wake()
 
     def updates(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Priority updates since the last call, in place: each good until the next.
+        """Priority updates since the last call, in place: each is valid until the next.
 
-        One is released after it was applied. A replay that dies in between applies it again, which
-        changes nothing; one that it refuses with an error is not seen again.
+        An update is released after it was applied. If the replay dies between the two, it applies
+        the update again, which changes nothing. An update that raises is released, too.
         """
         ring = self._updates.ring
         first, count = self._updates.poll(ring.capacity)
         for sequence in range(first, first + count):
-            record = ring.records[sequence & (ring.capacity - 1)]
+            record = ring.record(sequence)
             try:
                 yield record["keys"], record["priorities"]
             finally:
                 # STEP update-applied
                 self._updates.release(1)
                 # STEP update-released
-
-
-class ShmParameters:
-    """Newest parameters in a mailbox: source and sink."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-
-    @property
-    def version(self) -> int:
-        """The newest version; 0: none."""
-        return self._mailbox.version
-
-    def newer_than(self, version: int, out: NDArray[np.uint8]) -> int:
-        """Copy the newest into `out` if it is newer than `version`; its version, or 0."""
-        if self._mailbox.version <= version:
-            return 0
-        return self._mailbox.read_newer(version, out)
-
-    def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
-        """Make these the newest."""
-        self._mailbox.publish(version, parameters)

@@ -1,22 +1,23 @@
 """The sum tree's layout, and its kernels: functions over one float64 array.
 
-Every level is padded with zeros to whole cache lines of 8 entries:
+Each level is padded with zeros to whole cache lines of 8 entries:
 
     leaves | sums of 8 leaves | sums of 8 of those | ... | one line | total | block minima
     h = 0    h = 1                                         depth-1    depth
 
-A node is a line; its value, one level up, is the sum of its 8 entries, and is always computed anew
-from them, so that nothing drifts. `offsets[h]` is where level h begins; it is the process's own and
-never read from the buffer. Kernels do one level at a time for the whole batch: the cache misses of
-a level do not depend on each other, so that many are in flight (docs/decisions/0002).
+A node is a line. Its value is in the level above: the sum of its 8 entries. Kernels always compute
+this sum from all 8 entries, so rounding errors do not accumulate. `offsets[h]` is the start of
+level h; each process computes it and does not read it from the buffer. Kernels process one level at
+a time for the whole batch: the cache misses of a level are independent, so they overlap
+(docs/decisions/0002).
 
     I1  0 <= leaf <= priority_limit(capacity); entries past the capacity are 0
     I2  entry i of level h + 1 = line_sum of entries [8 i, 8 i + 8) of level h
-    I3  minima[b] > 0: the smallest positive leaf of block b, inf where there is none;
+    I3  minima[b] > 0: the smallest positive leaf of block b, inf if there is none;
         minima[b] < 0: no positive leaf of block b is smaller than -minima[b]
 
-Nothing is checked here but what a kernel says. `nodes` is the whole array; `offsets` is what
-`level_offsets` gives. Positions are uint64 where it matters: Numba then leaves out the test for
+A kernel checks only what its docstring says. `nodes` is the whole array, `offsets` the result of
+`level_offsets`. Where speed matters, positions are uint64: Numba then omits the test for
 negative ones.
 """
 
@@ -25,27 +26,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zapex.jit import kernel
-from zapex.simd import LANES, FloatArray, Position, line_sum, rank_in_line
+from zapex.machine.jit import kernel
+from zapex.machine.offsets import lay_out
+from zapex.machine.simd import LANES, FloatArray, Position, line_sum, rank_in_line
 
 IntArray = npt.NDArray[np.int64]
 
-MINIMA_BLOCK = 4096  # leaves; a block is quickly scanned, and there are few
-CACHED_ENTRIES = 8192  # a level up to 64 KiB long is taken to lie in the nearest caches
+MINIMA_BLOCK = 4096  # leaves; one block is scanned quickly, and there are few blocks
+CACHED_ENTRIES = 8192  # a level up to 64 KiB is assumed to be in the L1 or L2 cache
 _LARGEST = float(np.finfo(np.float64).max)
 
 
 def level_offsets(capacity: int) -> IntArray:
-    """Where each level begins, in entries: leaves, ..., total, minima, end."""
-    offsets = [0]
-    entries = capacity
-    while entries > 1 or len(offsets) == 1:
-        entries = -(-entries // LANES)
-        offsets.append(offsets[-1] + entries * LANES)
-    blocks = -(-capacity // MINIMA_BLOCK)
-    offsets.append(offsets[-1] + LANES)  # the total has a line of its own
-    offsets.append(offsets[-1] + -(-blocks // LANES) * LANES)
-    return np.array(offsets, np.int64)
+    """The start of each level, in entries: leaves, ..., total, minima, end."""
+    sizes = [capacity]
+    while sizes[-1] > 1 or len(sizes) == 1:
+        sizes.append(-(-sizes[-1] // LANES))
+    sizes.append(-(-capacity // MINIMA_BLOCK))
+    sections, nbytes = lay_out([(str(h), (n,), np.float64) for h, n in enumerate(sizes)])
+    starts = [section.offset for section in sections.values()]
+    return np.array([*starts, nbytes], np.int64) // np.dtype(np.float64).itemsize
 
 
 @kernel
@@ -65,10 +65,11 @@ def _last_positive(nodes: FloatArray, line: Position) -> Position:
 
 @kernel
 def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices: IntArray) -> bool:
-    """Turn prefix sums in `rests` into the indices of the leaves that cover them.
+    """Find the leaf of each prefix sum in `rests`, and write its index into `indices`.
 
-    The total must be positive. Leaves in `rests` what is left of each within its leaf, inf where it
-    was at or past the total. False, and nothing done, where a prefix sum is NaN.
+    The total must be positive. At the end `rests` holds the rest of each prefix sum within its
+    leaf, or inf if it was at or above the total. If a prefix sum is NaN, the kernel changes nothing
+    and returns False.
     """
     n = len(rests)
     for i in range(n):
@@ -81,7 +82,7 @@ def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices
     for h in range(len(offsets) - 4, -1, -1):
         base = np.uint64(offsets[h])
         if offsets[h + 1] - offsets[h] > CACHED_ENTRIES:
-            # A short loop of loads keeps more misses in flight than the long one below.
+            # In a short loop of loads, more cache misses overlap than in the long loop below.
             for i in range(n):
                 touched[i] = nodes[base + np.uint64(LANES) * np.uint64(indices[i])]
         lanes_seen = np.uint64(0)
@@ -100,10 +101,10 @@ def find_kernel(nodes: FloatArray, offsets: IntArray, rests: FloatArray, indices
 def _end_at_last_positive(
     nodes: FloatArray, base: Position, rests: FloatArray, indices: IntArray
 ) -> None:
-    """Mend the items that are at or past the sum of their line, by rounding or by request.
+    """Correct items at or above the sum of their line, after rounding or by request.
 
-    The walk has left them at the line's first entry. They end at the last positive one, here and,
-    with an infinite rest, in every level below.
+    The search left them at the line's first entry. This moves them to the last positive entry. An
+    infinite rest does the same in each level below.
     """
     for i in range(len(rests)):
         entry = np.uint64(indices[i]) & ~np.uint64(LANES - 1)
@@ -120,7 +121,7 @@ def sample_kernel(
     indices: IntArray,
     probabilities: FloatArray,
 ) -> None:
-    """Turn uniforms in [0, 1), given in `probabilities`, into `indices` and leaf / total."""
+    """Draw `indices` from uniforms in [0, 1) in `probabilities`, which then holds leaf / total."""
     total = nodes[offsets[-3]]
     n = len(indices)
     stratum = total / n
@@ -136,13 +137,13 @@ def sample_kernel(
 def sample_distinct_kernel(
     nodes: FloatArray, offsets: IntArray, indices: IntArray, probabilities: FloatArray
 ) -> int:
-    """Like `sample_kernel`, but each draw is among the leaves not yet drawn; returns how many.
+    """Like `sample_kernel`, but without replacement. Returns how many were drawn.
 
-    All are drawn from the whole; a draw that hits a leaf drawn before is passed over, which is the
-    same as to draw from the rest. Those still wanting come from sums without the drawn leaves, with
-    uniforms that are spun from all the others.
+    First all are drawn from the whole. A draw of a leaf that was drawn before is skipped: this
+    gives the same distribution as a draw from the rest. The missing draws use sums without the
+    drawn leaves, and uniforms that are generated from all the given ones.
 
-    A drawn leaf is negative until the end. A process that dies meanwhile loses nothing:
+    A drawn leaf is negative until the end. If the process dies before, no leaf is lost:
     `rebuild_kernel` takes absolute values.
     """
     total_at, n = offsets[-3], len(indices)
@@ -203,14 +204,14 @@ def _spin(state: Position) -> Position:
 
 @kernel
 def _load_undrawn(nodes: FloatArray, index: Position, line: FloatArray) -> None:
-    """Copy line `index` of the leaves; those that are drawn as 0."""
+    """Copy line `index` of the leaves, with 0 for leaves that are drawn."""
     for lane in range(LANES):
         line[lane] = max(nodes[LANES * index + lane], 0.0)
 
 
 @kernel
 def _walk_line(nodes: FloatArray, line: Position, rest: Any) -> tuple[Position, Any]:
-    """Which lane of one line covers `rest`, and what is left of it there; as in `find_kernel`."""
+    """The lane of one line that covers `rest`, and the rest within it; see `find_kernel`."""
     lane, below = rank_in_line(nodes, line, rest)
     if lane < LANES:
         return np.uint64(lane), rest - below
@@ -221,13 +222,13 @@ def _walk_line(nodes: FloatArray, line: Position, rest: Any) -> tuple[Position, 
 def update_kernel(
     nodes: FloatArray, offsets: IntArray, capacity: int, indices: IntArray, priorities: FloatArray
 ) -> bool:
-    """Write leaves in order and compute their sums anew.
+    """Write leaves in order and compute their sums again.
 
-    False, and nothing done, where an index or a priority is out of its range.
+    If an index or a priority is out of range, the kernel changes nothing and returns False.
     """
     limit = priority_limit(capacity)
     valid = True
-    for i in range(len(indices)):  # no way out in the middle, so that it is vectorised
+    for i in range(len(indices)):  # no early exit, so that LLVM vectorises it
         valid &= (indices[i] >= 0) & (indices[i] < capacity)
         valid &= (priorities[i] >= 0.0) & (priorities[i] <= limit)
     if not valid:
@@ -240,7 +241,7 @@ def update_kernel(
         if (new > 0.0) & (new <= abs(smallest)):
             nodes[block] = new
         elif (old == smallest) & (old != new):
-            nodes[block] = -smallest  # others may be as small, none is smaller
+            nodes[block] = -smallest  # other leaves may be equal; no leaf is smaller
         nodes[index] = new
     _sum_paths(nodes, offsets, 0, indices)
     return True
@@ -248,14 +249,14 @@ def update_kernel(
 
 @kernel
 def _sum_paths(nodes: FloatArray, offsets: IntArray, lowest: int, indices: IntArray) -> None:
-    """Compute anew the sums above the leaves `indices`, of level `lowest` and up."""
+    """Compute the sums above the leaves `indices` again, from level `lowest` up."""
     n = len(indices)
     for h in range(lowest, len(offsets) - 3):
         base = np.uint64(offsets[h])
         above = np.uint64(offsets[h + 1])
         lines = (offsets[h + 1] - offsets[h]) // LANES
         shift = np.uint64(3 * (h + 1))
-        # Where a level has no more lines than the batch has items, each is done once.
+        # If a level has no more lines than the batch has items, each line is done once.
         whole = lines <= n
         for i in range(lines if whole else n):
             line = np.uint64(i) if whole else np.uint64(indices[i]) >> shift
@@ -264,7 +265,7 @@ def _sum_paths(nodes: FloatArray, offsets: IntArray, lowest: int, indices: IntAr
 
 @kernel
 def rebuild_kernel(nodes: FloatArray, offsets: IntArray, capacity: int) -> None:
-    """Compute sums and minima from the leaves alone."""
+    """Compute sums and minima again from the leaves."""
     for i in range(capacity):
         nodes[i] = abs(nodes[i])  # see `sample_distinct_kernel`
     nodes[capacity : offsets[-2]] = 0.0
@@ -279,7 +280,7 @@ def rebuild_kernel(nodes: FloatArray, offsets: IntArray, capacity: int) -> None:
 
 @kernel
 def _block_minimum(nodes: FloatArray, capacity: int, block: int, bound: float) -> float:
-    """Smallest positive leaf of a block that has none below `bound`; inf where there is none."""
+    """Smallest positive leaf of a block that has none below `bound`; inf if there is none."""
     smallest = np.inf
     start = block * MINIMA_BLOCK
     for i in range(start, min(start + MINIMA_BLOCK, capacity)):
@@ -293,7 +294,7 @@ def _block_minimum(nodes: FloatArray, capacity: int, block: int, bound: float) -
 
 @kernel
 def min_positive_kernel(nodes: FloatArray, offsets: IntArray, capacity: int) -> float:
-    """Smallest positive leaf; scans only blocks that may hold a smaller one than is known."""
+    """Smallest positive leaf. Scans only blocks that may hold a smaller leaf than the known one."""
     minima = nodes[offsets[-2] : offsets[-1]]
     smallest = np.inf
     for block in range(len(minima)):

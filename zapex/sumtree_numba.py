@@ -1,7 +1,7 @@
 """The sum tree: draw an index with probability proportional to its priority.
 
-The layout and the kernels are in sumtree_kernels.py. Not thread-safe, and one process owns a tree:
-callers lock.
+The layout and the kernels are in sumtree_kernels.py. A tree is not thread-safe, and only
+one process uses it. Callers must hold a lock.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -16,7 +16,8 @@ from zapex.errors import (
     NotEnoughData,
     SharedMemoryError,
 )
-from zapex.simd import FloatArray
+from zapex.machine.segment import ALIGNMENT_BYTES, view_bytes
+from zapex.machine.simd import FloatArray
 from zapex.sumtree_kernels import (
     MINIMA_BLOCK,
     IntArray,
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 Method = Literal["stratified", "independent", "without_replacement"]
-
-_LINE_BYTES = 64
+TreeArrays = tuple[FloatArray, IntArray, int]
+"""Nodes, offsets and capacity, as the kernels of sumtree_kernels.py take them."""
 
 
 def _as_vector(values: npt.ArrayLike, dtype: type, what: str) -> npt.NDArray[Any]:
-    """A contiguous writeable vector of `dtype`: kernels are compiled for nothing else."""
+    """A contiguous writeable vector of `dtype`: kernels are compiled only for these."""
     array = np.asarray(values)
     if array.dtype != dtype:
         kinds = "iu" if dtype is np.int64 else "fiu"
@@ -54,23 +55,26 @@ def _as_vector(values: npt.ArrayLike, dtype: type, what: str) -> npt.NDArray[Any
 
 
 class SumTree:
-    """Priorities of `capacity` items and their sums, over memory that the caller may give.
+    """Draws indices with probability proportional to their priority.
 
     Args:
         capacity: number of leaves; any positive integer.
         buffer: writeable memory of at least `required_bytes(capacity)`, 64-byte aligned (an mmap, a
-            memoryview, an array of bytes); its content is overwritten with zeros. None allocates.
+            memoryview, an array of bytes). Its content is lost. None: allocate memory.
 
     Raises:
         ConfigError: the capacity is not a positive integer.
         SharedMemoryError: the buffer is too small, read-only or not aligned.
+
+    Attributes:
+        arrays: the tree's arguments for kernels of other modules.
     """
 
     def __init__(self, capacity: int, buffer: "WriteableBuffer | None" = None) -> None:
         if buffer is None:
             size = self.required_bytes(capacity)
-            raw = np.empty(size + _LINE_BYTES, np.uint8)
-            skip = -raw.ctypes.data % _LINE_BYTES
+            raw = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+            skip = -raw.ctypes.data % ALIGNMENT_BYTES
             buffer = raw[skip : skip + size].data
         self._map(capacity, buffer)
         self._nodes[:] = 0.0
@@ -78,10 +82,10 @@ class SumTree:
 
     @classmethod
     def attach(cls, capacity: int, buffer: "WriteableBuffer") -> Self:
-        """Take over memory that holds a tree: leaves are kept, everything else is computed anew.
+        """Use memory that holds a tree. Leaves are kept; the rest is computed again.
 
         Raises:
-            ConfigError, SharedMemoryError: as the constructor; also where a leaf is not a priority.
+            ConfigError, SharedMemoryError: as the constructor; also if a leaf is not a priority.
         """
         tree = cls.__new__(cls)
         tree._map(capacity, buffer)
@@ -92,26 +96,18 @@ class SumTree:
 
     @staticmethod
     def required_bytes(capacity: int) -> int:
-        """Bytes of the buffer for so many leaves."""
+        """Bytes of the buffer for `capacity` leaves."""
         if not isinstance(capacity, (int, np.integer)) or capacity < 1:
             raise ConfigError(f"capacity must be a positive integer, got {capacity!r}")
         return int(level_offsets(int(capacity))[-1]) * 8
 
     def _map(self, capacity: int, buffer: "WriteableBuffer") -> None:
-        size = self.required_bytes(capacity)
-        raw = np.frombuffer(memoryview(buffer), np.uint8)
-        if raw.size < size:
-            raise SharedMemoryError(
-                f"{capacity} leaves need {size} bytes, the buffer has {raw.size}"
-            )
-        if raw.ctypes.data % _LINE_BYTES:
-            raise SharedMemoryError(f"the buffer must be aligned to {_LINE_BYTES} bytes")
-        if not raw.flags.writeable:
-            raise SharedMemoryError("the buffer is read-only; a tree needs to write to it")
+        memory = view_bytes(buffer, self.required_bytes(capacity), f"a tree of {capacity} leaves")
         self._capacity = int(capacity)
         self._offsets = level_offsets(self._capacity)
-        self._nodes: FloatArray = raw[:size].view(np.float64)
+        self._nodes: FloatArray = memory.view(np.float64)
         self._total_at = int(self._offsets[-3])
+        self.arrays: TreeArrays = self._nodes, self._offsets, self._capacity
 
     @property
     def capacity(self) -> int:
@@ -125,22 +121,23 @@ class SumTree:
 
     @property
     def leaves(self) -> FloatArray:
-        """(capacity,) float64: every leaf, a read-only view."""
+        """(capacity,) float64: all leaves, as a read-only view."""
         leaves = self._nodes[: self._capacity]
         leaves.flags.writeable = False
         return leaves
 
     @property
     def min_positive(self) -> float:
-        """The smallest positive leaf; inf where there is none."""
+        """The smallest positive leaf; inf if there is none."""
         return min_positive_kernel(self._nodes, self._offsets, self._capacity)
 
     def update(self, indices: npt.ArrayLike, priorities: npt.ArrayLike) -> None:
-        """Set leaves; of equal indices the last wins; on an error nothing has changed.
+        """Set leaves. Of equal indices the last counts. After an error, nothing has changed.
 
         Args:
             indices: (n,) int64 in [0, capacity).
-            priorities: (n,) float64, finite, >= 0, and so small that the total cannot overflow.
+            priorities: (n,) float64, >= 0 and at most 9e307 / capacity, so that the total is
+            finite.
 
         Raises:
             InvalidIndex: an index is out of range.
@@ -161,11 +158,11 @@ class SumTree:
             )
 
     def find(self, prefix_sums: npt.ArrayLike) -> IntArray:
-        """The smallest i whose cumulative sum exceeds the value; never a leaf that is 0.
+        """Find the smallest i whose cumulative sum exceeds each value; never a leaf that is 0.
 
         Args:
-            prefix_sums: (n,) float64; below 0 counts as 0, at or above the total gives the last
-                positive leaf.
+            prefix_sums: (n,) float64. A value below 0 counts as 0. A value at or above the total
+                gives the last positive leaf.
 
         Returns:
             (n,) int64 indices.
@@ -187,16 +184,16 @@ class SumTree:
         """Draw indices with probability proportional to their leaves.
 
         Args:
-            batch_size: how many, at least 1.
-            rng: gives `batch_size` uniforms.
-            method: "stratified" draws one from each of `batch_size` equal parts of the total,
-                in ascending order; "independent" draws each from the whole;
-                "without_replacement" draws one after the other from those not yet drawn.
+            batch_size: how many, B, at least 1.
+            rng: source of B uniforms.
+            method: "stratified" draws one from each of B equal parts of the total, in ascending
+                order. "independent" draws each from the whole. "without_replacement" draws each
+                from the leaves that are not drawn yet.
 
         Returns:
-            (batch_size,) int64 indices and (batch_size,) float64 leaf / total: the probability of a
-            single draw, for "stratified" the mean over the parts, for "without_replacement" that
-            of being drawn first.
+            (B,) int64 indices and (B,) float64 leaf / total. This is the probability of a single
+            draw. For "stratified" it is the mean over the parts. For "without_replacement" it is
+            the probability of the first draw.
 
         Raises:
             NotEnoughData: no leaf is positive, or fewer than `batch_size` without replacement.
@@ -226,18 +223,18 @@ class SumTree:
         return self._capacity
 
     def __getitem__(self, indices: npt.ArrayLike) -> Any:
-        """Leaves: a float for an integer, (n,) float64 for (n,) int64. Raises InvalidIndex."""
+        """The leaves: a float for an integer, (n,) float64 for (n,) int64. Raises InvalidIndex."""
         wanted = _as_vector(indices, np.int64, "indices")
         self._check_range(wanted)
         leaves = self._nodes[wanted]
         return leaves if np.ndim(indices) else float(leaves[0])
 
     def rebuild(self) -> None:
-        """Compute everything anew from the leaves."""
+        """Compute the sums and minima again from the leaves."""
         rebuild_kernel(self._nodes, self._offsets, self._capacity)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Whether the invariants hold, and which one does not, where."""
+        """Whether the invariants hold. If not, the text says which one fails, and where."""
         nodes, offsets = self._nodes, self._offsets
         leaves = nodes[: self._capacity]
         bad = np.flatnonzero(~((leaves >= 0.0) & (leaves <= priority_limit(self._capacity))))

@@ -1,11 +1,11 @@
-"""The protocols between roles and whatever moves the bytes. A role knows these and no transport.
+"""The protocols between roles and transports. Roles use these protocols and no transport.
 
     actor   -- ExperienceSink -->   replay   <-- SampleSource --  learner
             <- ParameterSource --            <-- ParameterSink -
 
-and, on the replay's side of the same links, ExperienceSource and SampleSink. Nothing here blocks:
-a role that has nothing to do waits through its own `wait(ready, timeout_s)`, with a deadline.
-Slots and keys are int64; every array is the caller's own unless it says otherwise.
+ExperienceSource and SampleSink are the replay's ends of the same links. No call here blocks. A
+role without work waits with its own `wait(ready, timeout_s)`, with a deadline. Slots and keys are
+int64. Arrays belong to the caller if the text does not say otherwise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.batch import Batch
-from zapex.chunk_store import ChunkStore
-from zapex.replay import Draw
+from zapex.chunks.batch import Batch
+from zapex.chunks.store import ChunkStore
+from zapex.replay.draw import Draw
 
 Wait = Callable[[Callable[[], object], float], bool]
 """wait(ready, timeout_s): True as soon as ready() is true, False at the deadline."""
 
 
 class ExperienceSink(Protocol):
-    """An actor's chunks go here.
+    """Takes an actor's chunks.
+
+    The caller's loop:
 
     while builder.add(...) < streams:
         slots = sink.try_claim()          # as many free slots as the actor has streams, or None
@@ -33,73 +35,93 @@ class ExperienceSink(Protocol):
     """
 
     store: ChunkStore
-    """Where claimed slots lie."""
+    """The store of the claimed slots."""
 
     def ready(self) -> bool:
-        """There may be slots to claim."""
+        """Whether there may be slots to claim."""
 
     def try_claim(self) -> NDArray[np.int64] | None:
-        """Free slots, one for each of the actor's streams; None while there is no credit."""
+        """Claim one free slot for each of the actor's streams.
+
+        Returns:
+            (S,) slots, or None while there is no credit.
+        """
 
     def commit(self, slots: NDArray[np.int64]) -> None:
-        """Hand over chunks that are whole (state COMMITTED), in their order."""
+        """Send whole chunks, in their order.
+
+        Args:
+            slots: (n,) slots whose state is COMMITTED.
+        """
 
 
 class ChunkLink(Protocol):
-    """Where a relay sends what a host's actors have committed."""
+    """Sends what a host's actors have committed to the replay. A relay uses it."""
 
     counts: dict[str, int]
-    """chunks and bytes sent, acknowledged, again (sent a second time); of this life."""
+    """Of this incarnation: chunks and bytes sent, acknowledged, again (sent a second time)."""
 
     @property
     def unacknowledged(self) -> int:
-        """Chunks that the replay may not have yet."""
+        """How many chunks the replay has not acknowledged."""
 
     def offer(self, slots: Sequence[int]) -> None:
-        """Whole chunks; they stay in their slots until `take_freed` names these."""
+        """Take whole chunks to send. They stay in their slots until `take_freed` returns these."""
 
     def take_freed(self) -> list[int]:
-        """Slots whose chunks have arrived and that nobody reads any more."""
+        """Slots whose chunks have arrived and whose memory is no longer read."""
 
     def do_work(self) -> int:
-        """Send what may be sent; how many chunks."""
+        """Send chunks that may be sent now. Returns how many."""
 
 
 class ParameterSource(Protocol):
-    """Where an actor or evaluator gets parameters."""
+    """Gives an actor or evaluator the newest parameters."""
 
     @property
     def version(self) -> int:
-        """The newest version there is; 0: none."""
+        """The newest version; 0 means none."""
 
     def newer_than(self, version: int, out: NDArray[np.uint8]) -> int:
-        """Copy the newest parameters into `out` if their version is above `version`.
+        """Copy the newest parameters if they are newer than `version`.
 
-        Returns their version, or 0 when there are none newer.
+        Args:
+            version: the caller's version.
+            out: the bytes of all float32 parameters are written here.
+
+        Returns:
+            Their version, or 0 if none are newer; `out` is then unchanged or partly written.
         """
 
 
 class ParameterSink(Protocol):
-    """Where a learner publishes parameters."""
+    """Takes the parameters that a learner publishes."""
 
     @property
     def version(self) -> int:
-        """The largest version published by any life of the learner; 0: none."""
+        """The largest version that any incarnation of the learner published; 0 means none."""
 
     def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
-        """Make these the newest; `version` must be above all before."""
+        """Make these parameters the newest.
+
+        Args:
+            version: larger than all versions before.
+            parameters: the bytes of all float32 parameters.
+        """
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a SampleSource says about the batch that it just filled."""
+    """The facts that a SampleSource returns about a filled batch."""
 
     torn: int  # rows overwritten while they were copied: weight 0, key -1
     live: int  # transitions in the replay when it was drawn
 
 
 class SampleSource(Protocol):
-    """Where a learner's batches come from.
+    """Gives a learner its batches.
+
+    The caller's loop:
 
     for _ in range(source.outstanding, prefetch): source.request()
     while (sampled := source.poll(batch)) is not None:
@@ -108,86 +130,100 @@ class SampleSource(Protocol):
 
     @property
     def outstanding(self) -> int:
-        """Requests without an answer polled, a former life's included."""
+        """Requests whose answer is not polled yet, with those of former incarnations."""
 
     def request(self) -> None:
         """Ask for one more batch."""
 
     def ready(self) -> bool:
-        """A batch can be polled."""
+        """Whether a batch can be polled."""
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
-        """Gather the oldest answered batch into `batch`, weights and keys included; or None.
+        """Gather the oldest answered batch.
 
-        following: the batch of the next poll, whose memory may be written to from now on, so that
-        what has come already is gathered while the learner learns from this one.
+        Args:
+            batch: is filled, with weights and keys.
+            following: the batch of the next poll. The source may write to its memory from now on,
+                so that the next batch is gathered while the learner learns from this one.
+
+        Returns:
+            What was sampled, or None if no answer has come.
         """
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
-        """Send new priorities (signed TD errors), with the next request at the latest.
+        """Send new priorities now, or with the next request.
 
-        False while the link is full: try again.
+        Args:
+            keys: (B,) int64 keys of a batch.
+            priorities: (B,) float32 TD errors; the sign is ignored.
+
+        Returns:
+            False while the link is full: call again later.
         """
 
 
 @dataclass(frozen=True)
-class Life:
-    """Which actor lives: `incarnation` 0 says that it is gone."""
+class Incarnation:
+    """Which incarnation of an actor runs. `incarnation` 0 means that the actor is dead."""
 
     actor: int
     incarnation: int
 
 
 class ExperienceSource(Protocol):
-    """The replay's side of all ExperienceSinks."""
+    """The replay's end of all ExperienceSinks."""
 
     def ready(self) -> bool:
-        """Something was committed, or somebody came or went."""
+        """Whether chunks were committed, or an actor started or died."""
 
-    def lives(self) -> Sequence[Life]:
-        """Actors that came, went or were replaced since the last call; the first call says all.
+    def take_in(self) -> Sequence[Incarnation]:
+        """Read new messages. Returns actors that started, died or restarted since the last call.
 
-        An actor that is gone is so for sure: what it was granted may be taken back.
+        The first call returns all actors. An actor that is reported as dead is certainly dead: its
+        granted slots may be reclaimed.
         """
 
+    def committers(self) -> Sequence[int]:
+        """Actors that have committed slots since their last `committed`."""
+
     def committed(self, actor: int) -> NDArray[np.int64]:
-        """Slots that `actor` handed over since the last call, in order. Not yet checked."""
+        """Slots that `actor` committed since the last call, in order; not checked yet."""
 
     def has_room(self, actor: int, count: int) -> bool:
-        """The link takes a grant of `count` slots now."""
+        """Whether the link has room for a grant of `count` slots now."""
 
     def next_grant(self, actor: int) -> int:
-        """The sequence of the next slot granted to `actor`; a link keeps it when the replay dies.
+        """The sequence of the next slot granted to `actor`. The link keeps it when the replay dies.
 
-        A slot whose grant sequence is not below it was never given to anybody.
+        A slot whose grant sequence is not below this number was not given to any actor.
         """
 
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
-        """Give free slots to that life of the actor, all of them or none."""
+        """Give free slots to that incarnation of the actor, all of them or none."""
 
 
 class SampleSink(Protocol):
-    """The replay's side of a SampleSource."""
+    """The replay's end of a SampleSource."""
 
     @property
     def issued(self) -> int:
-        """Answers given so far."""
+        """How many answers were given."""
 
     @property
     def released(self) -> int:
-        """Answers that the learner has gathered and will not look at again."""
+        """How many answers the learner has gathered; it does not read them again."""
 
     def ready(self) -> bool:
-        """There are updates that were not taken yet."""
+        """Whether there are new updates."""
 
     def requests(self) -> int:
-        """Batches that are asked for."""
+        """How many batches are requested and not answered."""
 
     def answer(self, draw: Draw) -> None:
         """Answer one request."""
 
     def updates(self) -> Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Priority updates since the last call: (keys, priorities), each good until the next.
+        """Priority updates since the last call: (keys, priorities), each valid until the next.
 
-        One that was not followed by a request for the next may come again after a death.
+        If the replay dies, an update may come again if no request came after it.
         """

@@ -1,14 +1,13 @@
 """tcp:// and ipc://: chunks and parameters over a client's link to the replay.
 
-What is under way survives a lost connection and a replay's new process: a chunk is kept until it
-is acknowledged, and sent again when the replay says that a connection is new to it; it is told
-apart there by its numbers. Batches: zmq_samples.py.
+The sender keeps a chunk until it is acknowledged. It sends the chunk again when the replay says
+that a connection is new to it. So no chunk is lost when a connection breaks or the replay's process
+dies. The replay recognises repeats by their sequence numbers. Batches: net/sample_source.py.
 """
 
 import bisect
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,24 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunk_store import ChunkStore
+from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM
+from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, Fenced
-from zapex.experience_messages import Push
-from zapex.message_header import Kind, as_part
-from zapex.messages import (
-    BULK,
-    SMALL,
-    Ack,
-    Params,
-    Publish,
-    PublishAck,
-    Pull,
-    Welcome,
-)
-from zapex.schema import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM
-from zapex.zmq_client import ZmqLink
+from zapex.net.link import ZmqLink
+from zapex.wire import control as messages
+from zapex.wire.control import BULK, SMALL
+from zapex.wire.experience import Push
+from zapex.wire.header import Kind, as_buffer
 
-RESEND_S = 2.0  # nothing was acknowledged for so long: all of it goes again
+RESEND_S = 2.0  # without an ack for this long, all unacknowledged chunks are sent again
 
 
 @dataclass(order=True)
@@ -47,13 +38,13 @@ class _Chunk:
 
     @property
     def let_go(self) -> bool:
-        """libzmq reads the slot no more."""
+        """Whether libzmq has released the slot."""
         return all(tracker.done for tracker in self.trackers)
 
 
 @dataclass
 class _Queue:
-    """One actor's chunks, in order; the first `sent` are under way."""
+    """One actor's chunks, in order; the first `sent` are sent and not yet acknowledged."""
 
     chunks: list[_Chunk] = field(default_factory=list)
     sent: int = 0
@@ -62,12 +53,20 @@ class _Queue:
 
 
 class ChunkSender:
-    """Closed slots of some actors, straight from memory to the replay, until it has them.
+    """Sends closed slots of some actors from memory to the replay, until they are acknowledged.
 
-    An actor's chunks go in order of (incarnation, sequence), those of a new incarnation only when
-    all before are acknowledged. Small ones that are there go together; none waits for another.
-    store: where the slots lie. Actor i of the store (its slots' headers) is the i-th of the numbers
-    that the replay gave this host.
+    An actor's chunks are sent in order of (incarnation, sequence). Chunks of a new incarnation are
+    sent only when all earlier chunks are acknowledged. Small chunks that are ready share a message;
+    no chunk waits for another one.
+
+    Args:
+        link: a relay's or a library client's link.
+        store: where the slots are. Actor i in its headers is the i-th of the actor numbers that the
+            replay gave this host.
+        clock_s: monotonic, in seconds; for tests.
+
+    Attributes:
+        counts: chunks and bytes sent, acknowledged, and sent again.
     """
 
     def __init__(
@@ -78,18 +77,19 @@ class ChunkSender:
         self._most = link.form.most_pushed
         self._queues: dict[int, _Queue] = {}
         self._numbers: list[int] = []
-        self._leaving: deque[_Chunk] = deque()
+        self._server = 0  # the replay's incarnation that sent the last welcome on SMALL
+        self._leaving: list[_Chunk] = []
         self.counts = dict.fromkeys(("chunks", "bytes", "acknowledged", "again"), 0)
         link.handlers[Kind.ACK] = self._ack
         link.on_welcome.append(self._welcome)
 
     @property
     def unacknowledged(self) -> int:
-        """Chunks that the replay may not have yet."""
+        """How many chunks the replay may not have yet."""
         return sum(len(queue.chunks) for queue in self._queues.values())
 
     def offer(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
-        """Whole chunks; they stay in their slots until `take_freed` names these."""
+        """Take whole chunks to send; they stay in their slots until `take_freed` returns these."""
         for slot in np.asarray(slots, np.int64).tolist():
             header = self._store.header_rows[slot].tolist()
             chunk = _Chunk(
@@ -97,25 +97,28 @@ class ChunkSender:
             )
             bisect.insort(self._queues.setdefault(header[ACTOR], _Queue()).chunks, chunk)
 
+    def credit(self, actor: int) -> int:
+        """How many chunks of an actor may be sent and not acknowledged."""
+        queue = self._queues.get(actor, _Queue())
+        return queue.credit_bytes // self._store.layout.body_bytes
+
     def take_freed(self) -> list[int]:
-        """Slots whose chunks are acknowledged and that libzmq has let go of."""
-        if not self._leaving:
-            return []
-        freed = [chunk.slot for chunk in self._leaving if chunk.let_go]
-        self._leaving = deque(chunk for chunk in self._leaving if not chunk.let_go)
-        return freed
+        """Slots whose chunks are acknowledged and that libzmq no longer reads."""
+        let_go = [chunk.let_go for chunk in self._leaving]  # read once: libzmq's thread changes it
+        leaving = list(zip(self._leaving, let_go, strict=True))
+        self._leaving = [chunk for chunk, gone in leaving if not gone]
+        return [chunk.slot for chunk, gone in leaving if gone]
 
     def do_work(self) -> int:
-        """Send what credit there is for; how many chunks."""
+        """Send what the credit allows. Returns how many chunks."""
         done, now_s = 0, self._clock_s()
         for actor, queue in self._queues.items():
             if actor >= len(self._numbers) or not queue.chunks:
                 continue
             if queue.sent and now_s - queue.moved_s > RESEND_S:
                 self._again(queue)
-            credit = queue.credit_bytes // self._store.layout.body_bytes
             following = _Chunk(queue.chunks[0].incarnation + 1, 0, -1)
-            end = min(credit, bisect.bisect_left(queue.chunks, following))
+            end = min(self.credit(actor), bisect.bisect_left(queue.chunks, following))
             while queue.sent < end:
                 group = self._group(queue.chunks, queue.sent, end)
                 more = queue.sent + len(group) < end
@@ -128,7 +131,7 @@ class ChunkSender:
         return done
 
     def _group(self, chunks: list[_Chunk], start: int, end: int) -> list[_Chunk]:
-        """Chunks from number `start` on that go in one message, all in front of number `end`."""
+        """Chunks from index `start` that go in one message, all before index `end`."""
         group = chunks[start : min(end, start + self._most)]
         follow = (c.sequence == group[0].sequence + i for i, c in enumerate(group))
         return list(itertools.compress(group, itertools.takewhile(bool, follow)))
@@ -142,7 +145,7 @@ class ChunkSender:
         tracker = self._link.send(BULK, push)
         if tracker is None:
             return False
-        if not tracker.done:  # copied, mostly
+        if not tracker.done:  # mostly it is done: the buffers were copied
             for chunk in group:
                 chunk.trackers.append(tracker)
         self.counts["chunks"] += len(group)
@@ -153,25 +156,29 @@ class ChunkSender:
         self.counts["again"] += queue.sent
         queue.sent = 0
 
-    def _welcome(self, welcome: Welcome, channel: int) -> None:
+    def _welcome(self, welcome: messages.Welcome, channel: int) -> None:
         numbers = welcome.actors["actor"].tolist()
         if self._numbers and numbers != self._numbers:
-            raise Fenced(f"actors {self._numbers} of this host were given to another meanwhile")
+            raise Fenced(f"another host now has the actor numbers {self._numbers} of this one")
         self._numbers = numbers
-        self._states(welcome.actors)
+        if channel == SMALL:
+            self._server = welcome.incarnation
+        # There is no order between the two connections. A welcome on BULK may be older than the
+        # last ack, so it must not lower the credit of that ack.
+        self._states(welcome.actors, late=channel == BULK and welcome.incarnation == self._server)
         if channel == BULK and welcome.fresh:
             for queue in self._queues.values():
                 self._again(queue)
 
-    def _ack(self, ack: Ack) -> None:
+    def _ack(self, ack: messages.Ack) -> None:
         self._states(ack.actors)
 
-    def _states(self, states: NDArray[np.void]) -> None:
+    def _states(self, states: NDArray[np.void], late: bool = False) -> None:
         for number, incarnation, sequence, credit_bytes in states.tolist():
             if number not in self._numbers:
                 continue
             queue = self._queues.setdefault(self._numbers.index(number), _Queue())
-            queue.credit_bytes = credit_bytes
+            queue.credit_bytes = max(credit_bytes, queue.credit_bytes) if late else credit_bytes
             there = bisect.bisect_left(queue.chunks, _Chunk(incarnation, sequence, -1))
             if there:
                 self._leaving.extend(queue.chunks[:there])
@@ -181,54 +188,12 @@ class ChunkSender:
                 self.counts["acknowledged"] += there
 
 
-class ZmqExperienceSink:
-    """An actor without a relay: chunks are built in private slots and sent from there."""
-
-    def __init__(
-        self, link: ZmqLink, store: ChunkStore, *, streams: int, slots: Sequence[int]
-    ) -> None:
-        """slots: of `store`, this actor's own; at least two for each of its streams."""
-        if len(slots) < 2 * streams:
-            raise ConfigError(f"{streams} streams need {2 * streams} slots, got {len(slots)}")
-        self.store = store
-        self._link, self._streams = link, streams
-        self._sender = ChunkSender(link, store)
-        self._free = deque(slots)
-
-    @property
-    def unacknowledged(self) -> int:
-        """Chunks that the replay may not have yet."""
-        return self._sender.unacknowledged
-
-    def ready(self) -> bool:
-        """There may be slots to claim."""
-        self._look()
-        return len(self._free) >= self._streams
-
-    def try_claim(self) -> NDArray[np.int64] | None:
-        """Free slots, one for each stream; None while too few chunks are acknowledged."""
-        self._look()
-        if len(self._free) < self._streams:
-            return None
-        return np.array([self._free.popleft() for _ in range(self._streams)], np.int64)
-
-    def commit(self, slots: NDArray[np.int64]) -> None:
-        """Hand over chunks that are whole, in their order."""
-        self._sender.offer(slots)
-        self._look()
-
-    def _look(self) -> None:
-        self._link.do_work()
-        self._sender.do_work()
-        self._free.extend(self._sender.take_freed())
-
-
 class ZmqParameterSource:
-    """The newest parameters, asked for once the last ones were taken."""
+    """Gets the newest parameters; asks for newer ones after the last were taken."""
 
     def __init__(self, link: ZmqLink) -> None:
         self._link = link
-        self._newest: Params | None = None
+        self._newest = messages.Params(0, memoryview(b""))
         self._taken = 0
         self._asked = False
         link.handlers[Kind.PARAMS] = self._params
@@ -237,15 +202,15 @@ class ZmqParameterSource:
 
     @property
     def version(self) -> int:
-        """The newest version that has come; 0: none."""
+        """The newest version that has arrived; 0 is none."""
         self._look()
-        return self._newest.version if self._newest is not None else 0
+        return self._newest.version
 
     def newer_than(self, version: int, out: NDArray[np.uint8]) -> int:
-        """Copy the newest into `out` if it is newer than `version`; its version, or 0."""
+        """Copy the newest into `out` if it is newer than `version`. Returns its version, or 0."""
         self._look()
         newest = self._newest
-        if newest is None or newest.version <= version:
+        if newest.version <= max(0, version):
             return 0
         out[:] = np.frombuffer(newest.parameters, np.uint8)
         self._taken = newest.version
@@ -253,58 +218,57 @@ class ZmqParameterSource:
 
     def _look(self) -> None:
         self._link.do_work()
-        have = self._newest.version if self._newest is not None else 0
+        have = self._newest.version
         if not self._asked and self._taken == have:
-            self._asked = self._link.send(SMALL, Pull(0, have)) is not None
+            self._asked = self._link.send(SMALL, messages.Pull(0, have)) is not None
 
     def _ask_again(self) -> None:
         self._asked = False
 
-    def _params(self, params: Params) -> None:
+    def _params(self, params: messages.Params) -> None:
         self._asked = False
-        if self._newest is None or params.version > self._newest.version:
+        if params.version > self._newest.version:
             self._newest = params
 
-    def _welcome(self, welcome: Welcome, channel: int) -> None:
+    def _welcome(self, welcome: messages.Welcome, channel: int) -> None:
         if welcome.fresh:
             self._asked = False
 
 
 class ZmqParameterSink:
-    """A learner's parameters: one version under way at a time, the newest kept until it arrives."""
+    """Publishes a learner's parameters: one version in flight, the newest kept until it arrives."""
 
     def __init__(self, link: ZmqLink) -> None:
         self._link = link
-        self._newest: Publish | None = None
+        self._newest = messages.Publish(0, memoryview(b""))
         self._acknowledged = 0
-        self._flying = 0  # the version under way; 0: none
+        self._flying = 0  # the version sent and not acknowledged; 0: none
         self._epoch = 0
         link.handlers[Kind.PUBLISH_ACK] = self._publish_ack
         link.on_welcome.append(self._welcome)
 
     @property
     def version(self) -> int:
-        """The largest version that the replay has seen, or that is on its way there; 0: none."""
+        """The largest version that the replay has or that is being sent to it; 0 is none."""
         self._link.do_work()
-        return max(self._acknowledged, self._newest.version if self._newest is not None else 0)
+        return max(self._acknowledged, self._newest.version)
 
     @property
     def under_way(self) -> bool:
-        """The replay may not have the newest yet."""
-        return self._newest is not None and self._newest.version > self._acknowledged
+        """Whether the replay may not have the newest version yet."""
+        return self._newest.version > self._acknowledged
 
     def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
-        """Make these the newest. A version before them that could not go yet never goes."""
+        """Make these parameters the newest. An older version that was not sent yet is dropped."""
         if version <= self.version:
             raise ConfigError(f"a version must be above the newest, {self.version}, got {version}")
-        self._newest = Publish(version, as_part(parameters.copy()))
+        self._newest = messages.Publish(version, as_buffer(parameters.copy()))
         self._send()
 
     def _send(self) -> None:
-        newest = self._newest
-        if newest is not None and newest.version > self._acknowledged and not self._flying:
-            sent = self._link.send(BULK, newest) is not None
-            self._flying = newest.version if sent else 0
+        if self.under_way and not self._flying:
+            sent = self._link.send(BULK, self._newest) is not None
+            self._flying = self._newest.version if sent else 0
 
     def _arrived(self, version: int) -> None:
         self._acknowledged = max(self._acknowledged, version)
@@ -312,12 +276,12 @@ class ZmqParameterSink:
             self._flying = 0
         self._send()
 
-    def _publish_ack(self, ack: PublishAck) -> None:
+    def _publish_ack(self, ack: messages.PublishAck) -> None:
         self._arrived(ack.value)
 
-    def _welcome(self, welcome: Welcome, channel: int) -> None:
+    def _welcome(self, welcome: messages.Welcome, channel: int) -> None:
         if welcome.epoch != self._epoch:
-            # Another memory: what the one before had is gone, and actors wait for it.
+            # Another memory: the parameters of the former one are lost, and actors wait for them.
             self._epoch, self._acknowledged = welcome.epoch, 0
         if welcome.fresh and channel == BULK:
             self._flying = 0

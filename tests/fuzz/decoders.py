@@ -1,4 +1,4 @@
-"""Every decoder of bytes that others wrote: real inputs, their mutants, and what must hold.
+"""Every decoder of foreign bytes: real inputs, their mutants, and what must hold.
 
     what must hold   the bytes are taken, or refused with an exception of zapex.errors;
                      what was taken says the same after encoding and decoding it again;
@@ -25,15 +25,22 @@ from zmq.utils import z85
 from tests.fuzz import mutation
 from tests.fuzz.mutation import Blind
 from tests.fuzz.sessions import LibrarySessions, RunSessions
-from zapex import checkpoint, curve_keys, snapshot
-from zapex import messages as m
-from zapex.batch import Batch, aligned_zeros
-from zapex.batch_packing import BatchUnpacker
+from tests.fuzz.zmtp import CurveBytes, NullBytes
+from tests.support import messages
+from zapex.checkpoints import file as checkpoint
+from zapex.chunks.batch import Batch, aligned_zeros
+from zapex.chunks.columns import Column
+from zapex.chunks.layout import NO_FRAME, BatchLayout, ChunkLayout
+from zapex.chunks.schema import Schema
 from zapex.errors import ZapexError
-from zapex.experience_messages import BATCH_FACTS, batch_rows, batch_rows_bytes, row_columns
-from zapex.message_header import Form, Kind, as_part, decode_header
-from zapex.replay import PrioritizedReplay
-from zapex.schema import NO_FRAME, BatchLayout, ChunkLayout, Column, Schema
+from zapex.library import snapshot
+from zapex.library.prioritized import PrioritizedReplay
+from zapex.net import keys as curve_keys
+from zapex.replay.draw import Draw
+from zapex.wire import control as m
+from zapex.wire.batches import BatchUnpacker
+from zapex.wire.experience import batch_rows, batch_rows_bytes, row_columns
+from zapex.wire.header import Form, Kind, as_buffer, decode_header
 
 SCHEMA = Schema(
     {
@@ -67,21 +74,6 @@ class Decoder:
 # Messages.
 
 
-def same(a: Any, b: Any) -> bool:
-    """Two decoded messages say the same."""
-    return type(a) is type(b) and all(
-        _same_value(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
-    )
-
-
-def _same_value(x: Any, y: Any) -> bool:
-    if isinstance(x, np.ndarray):
-        return x.tobytes() == y.tobytes()
-    if isinstance(x, dict):  # NaN is not itself
-        return json.dumps(x, sort_keys=True) == json.dumps(y, sort_keys=True)
-    return bool(x == y)
-
-
 def _chunk() -> np.ndarray:
     memory = aligned_zeros(LAYOUT.body_bytes)
     LAYOUT.column("obs/a", memory, 0)[:3] = np.arange(18, dtype=np.uint8).reshape(3, 3, 2)
@@ -95,41 +87,22 @@ def _chunk() -> np.ndarray:
 
 def _batch() -> m.BatchMessage:
     rows = bytearray(batch_rows_bytes(SCHEMA, 2))
-    np.frombuffer(rows, np.float64, 2)[:] = 10.0, 0.5
-    columns = row_columns(batch_rows(SCHEMA), 2, memoryview(rows)[BATCH_FACTS.itemsize :])
-    columns["leaves"][:] = 0.5, 2.0
+    dtype, none = Draw.dtype(2), np.zeros(2, np.int64)
+    draw = Draw(none, none, np.array([0.5, 2.0]), 10.0, 1000, 0.5)
+    draw.write(np.frombuffer(rows, dtype, 1)[0])
+    columns = row_columns(batch_rows(SCHEMA), 2, memoryview(rows)[dtype.itemsize :])
     columns["obs_frames"][:] = [[NO_FRAME, 0], [0, 1]]
     columns["next_obs_frames"][:] = [[0, 1], [1, 2]]
-    body = as_part(bytes(range(18))), as_part(bytes(range(24))), as_part(rows)
+    body = as_buffer(bytes(range(18))), as_buffer(bytes(range(24))), as_buffer(rows)
     return m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, body)
 
 
 def examples() -> dict[str, Any]:
     """One message of each kind, of this file's schema."""
-    states = np.array([(3, 77, 12, 4096), (4, 78, 0, 0)], m.ACTOR_STATE)
-    keys, priorities = np.array([1 << 27, -1]), np.array([0.5, -2.0], np.float32)
     config = {"gamma": 0.5, "env": "x", "env_kwargs": {"a": [1, None, True]}}
     chunks = [(0, 9, 2), (0, 8, 1)]
     push = m.Push.of_chunks(LAYOUT, _chunk(), chunks, actor=3, incarnation=77, sequence=12)
-    return {
-        "hello": m.Hello("relay", 1234, 77, m.SMALL, SCHEMA.hash, 2, config),
-        "welcome": m.Welcome(99, SCHEMA.hash, 55, 7, 8, 4, True, states),
-        "push": push,
-        "ack": m.Ack(states),
-        "sample": m.Sample(5, 2),
-        "batch": _batch(),
-        "update": m.Update(55, 6, keys, priorities),
-        "update_ack": m.UpdateAck(7, 1),
-        "pull": m.Pull(3, 41),
-        "params": m.Params(42, as_part(b"12345678")),
-        "publish": m.Publish(43, as_part(b"87654321")),
-        "publish_ack": m.PublishAck(0, 43),
-        "stats": m.Stats(3, 1_000, as_part(bytes(16)), as_part(b"episode.")),
-        "bye": m.Bye(),
-        "error": m.Error(m.Fault.FENCED, "a newer one is there"),
-        "call": m.Call(8, 1, rows=2, keys=keys, priorities=np.array([0.5, -2.0])),
-        "reply": m.Reply(8, 2, body=as_part(b"too few transitions")),
-    }
+    return messages.examples(push, _batch(), config)
 
 
 def _decode(data: bytes) -> Any | None:
@@ -139,7 +112,7 @@ def _decode(data: bytes) -> Any | None:
     except ZapexError as error:
         str(error).encode()  # it goes to the peer and to the log
         return None
-    assert same(m.decode([bytes(p) for p in m.encode(message)], FORM), message)
+    assert messages.same(m.decode([bytes(p) for p in m.encode(message)], FORM), message)
     return message
 
 
@@ -176,7 +149,7 @@ class _BatchRun:
         message = _decode(data)
         if not (self._unpack and isinstance(message, m.BatchMessage)):
             return message is not None
-        columns, _ = message.columns(SCHEMA)
+        columns = message.columns(SCHEMA)
         for layout, unpacker in zip(self._layouts, self._unpackers, strict=True):
             batch = Batch.empty(layout)
             unpacker.unpack(message, batch)
@@ -282,7 +255,7 @@ class _SnapshotRun:
             action=np.arange(3), mask=np.zeros((3, 2), np.int8), reward=np.ones(3, np.float32),
             terminated=np.zeros(3, bool), truncated=np.zeros(3, bool),
         )  # fmt: skip
-        self._memory = aligned_zeros(2 * replay.layout.nbytes)
+        self._memory = aligned_zeros(2 * replay.core.layout.nbytes)
         replay.save(self._folder.path)
         facts = snapshot.read_manifest(self._folder.path)
         state = (self._folder.path / facts["state"]["file"]).read_bytes()
@@ -291,7 +264,7 @@ class _SnapshotRun:
         chunks = (self._folder.path / first).read_bytes()
         for where in facts["chunks"].values():
             where[2] = self.FILES[1]
-        self.seed = mutation.joined([_sealed(snapshot._text_of(facts)), state, chunks])
+        self.seed = mutation.joined([_sealed(snapshot.text_of(facts)), state, chunks])
 
     def __call__(self, data: bytes) -> bool:
         manifest, *files = [*mutation.split(data, 3), b"", b"", b""][:3]
@@ -302,10 +275,10 @@ class _SnapshotRun:
 
     def _parse(self, manifest: bytes) -> bool:
         facts = snapshot.parse_manifest(manifest, "manifest")
-        text = snapshot._text_of(facts)
+        text = snapshot.text_of(facts)
         again = _sealed(text)
         if again != manifest:
-            assert snapshot._text_of(snapshot.parse_manifest(again, "manifest")) == text
+            assert snapshot.text_of(snapshot.parse_manifest(again, "manifest")) == text
         return True
 
     def _load(self, manifest: bytes, files: list[bytes]) -> bool:
@@ -318,8 +291,8 @@ class _SnapshotRun:
         # What was taken can be used: no kernel follows a number out of the memory.
         if replay.can_sample(2):
             replay.sample(2)
-        replay.evict_excess()
-        assert replay.tree.check_valid()[0]
+        replay.core.make_room()
+        assert replay.core.tree.check_valid()[0]
         return True
 
     def mutate(self, data: bytes, draw: random.Random, blind: Blind) -> bytes:
@@ -338,7 +311,7 @@ class _SnapshotRun:
         else:
             i = draw.choice((1, 2))
             body = [b"", parts[i]]
-            mutation._change_body(body, draw, blind)
+            mutation.change_body(body, draw, blind)
             parts[i] = body[1] if len(body) > 1 else b""
         if self._whole and draw.random() < 0.9:
             with contextlib.suppress(TypeError, KeyError, IndexError, AttributeError):
@@ -347,7 +320,7 @@ class _SnapshotRun:
                     chunk = parts[2][where[3] : where[3] + LAYOUT.body_bytes]
                     where[4] = zlib.crc32(chunk)
         with contextlib.suppress(RecursionError):
-            parts[0] = _sealed(snapshot._text_of(facts))
+            parts[0] = _sealed(snapshot.text_of(facts))
         return mutation.joined(parts)
 
 
@@ -461,4 +434,8 @@ def decoders() -> dict[str, Decoder]:
         name: Decoder(name, [one.seed], one.run, one.mutate, 1 << 18, one.renew)
         for name, one in (("server", run), ("library", library))
     }
-    return {**_message_decoders(), **sessions, **_file_decoders()}
+    zmtp = {
+        name: Decoder(name, [one.seed], one.run, one.mutate, 1 << 16)
+        for name, one in (("zmtp_null", NullBytes()), ("zmtp_curve", CurveBytes()))
+    }
+    return {**_message_decoders(), **sessions, **_file_decoders(), **zmtp}

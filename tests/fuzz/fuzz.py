@@ -1,4 +1,4 @@
-"""Fuzz the decoders for as long as told: `python -m tests.fuzz.fuzz --runs 10000000 --json FILE`.
+"""Fuzz the decoders: `python -m tests.fuzz.fuzz --runs 10000000 --json FILE`.
 
 Each decoder gets a process of its own. The engine is atheris (libFuzzer, guided by coverage) where
 it is installed, otherwise seeded mutations without guidance. A finding stops the decoder's process:
@@ -28,7 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks._harness import machine_facts
+from benchmarks.support.harness import evidence
+from benchmarks.support.machine import Watch
 
 if TYPE_CHECKING:
     from tests.fuzz.decoders import Decoder  # not before `child`: it instruments them
@@ -202,8 +203,8 @@ class Campaign:
 def with_kernels() -> list[str]:
     """Modules whose code Numba must see as it is."""
     return [
-        f"zapex.{path.stem}"
-        for path in PACKAGE.glob("*.py")
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
         if any(word in path.read_text() for word in ("@kernel", "import numba", "from numba"))
     ]
 
@@ -285,6 +286,7 @@ def main() -> int:
         return 0
     from tests.fuzz.decoders import decoders  # not before: a child instruments them
 
+    watch = Watch()
     known = list(decoders())
     unknown = set(chosen.decoder or ()) - set(known)
     if unknown:
@@ -302,13 +304,13 @@ def main() -> int:
             report = {"benchmark": "fuzz", "results": {}}
             if chosen.json.exists():
                 report = json.loads(chosen.json.read_text())
-            facts = {"engine": engine, "commit": machine_facts()["commit"]}
+            facts = {"engine": engine, "commit": watch.facts["commit"]}
             before = report["results"].get(name, {})
             for counted in ("executions", "taken", "seconds", "crashes", "hangs"):
                 result[counted] = round(result.get(counted, 0) + before.get(counted, 0), 1)
             result["peak_bytes"] = max(result.get("peak_bytes", 0), before.get("peak_bytes", 0))
             report["results"][name] = {**facts, **result}
-            report["machine"] = machine_facts(("numpy", "numba", "pyzmq", "atheris"))
+            report |= evidence(watch, None)
             chosen.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(bad > 0)
 

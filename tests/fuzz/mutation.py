@@ -1,4 +1,4 @@
-"""Mutations that know how a message and a JSON document are built.
+"""Mutations that know the structure of messages and JSON documents.
 
 Random bytes die at the first check. A mutant here is a real message whose fields, lengths, counts
 and parts are changed, and whose length and checksum are mostly made right again, so that the checks
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zapex.message_header import HEADER, MAGIC, VERSION
+from zapex.wire.header import HEADER, MAGIC, VERSION
 
 Blind = Callable[[bytes], bytes]
 """The engine's own mutation of some bytes: coverage-guided where there is an engine for that."""
@@ -53,7 +53,7 @@ def _number(draw: random.Random, size: int) -> bytes:
     return (value & ((1 << (8 * size)) - 1)).to_bytes(size, "little")
 
 
-def _change_body(parts: list[bytes], draw: random.Random, blind: Blind) -> None:
+def change_body(parts: list[bytes], draw: random.Random, blind: Blind) -> None:
     """One change of the body's parts, in place."""
     which = draw.randrange(8)
     if len(parts) < 2:
@@ -123,7 +123,7 @@ def mutate_message(
             head = parts[0].ljust(HEADER.size, b"\0")
             parts[0] = head[:offset] + _number(draw, size) + head[offset + size :]
         elif choice < 0.9:
-            _change_body(parts, draw, blind)
+            change_body(parts, draw, blind)
         elif choice < 0.95:
             other = split(draw.choice(others))
             if draw.random() < 0.5:

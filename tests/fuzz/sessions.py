@@ -6,62 +6,88 @@ Whatever clients say in whatever order, the server goes on, and what it answers 
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from unittest import mock
 
 import numpy as np
-import zmq
 
 from tests.fuzz import mutation
 from tests.fuzz.mutation import Blind
-from zapex import messages as m
-from zapex import zmq_server
-from zapex.batch import aligned_zeros
+from zapex.chunks.batch import aligned_zeros
 from zapex.errors import NotEnoughData
-from zapex.intake import Intake
-from zapex.library_desk import LibraryDesk
-from zapex.library_messages import CAN_SAMPLE, KEYS, SAMPLE, STATS, UPDATE
-from zapex.message_header import Form, decode_header
-from zapex.rate_limiter import LimiterConfig
-from zapex.replay import PrioritizedReplay, ReplayLayout
-from zapex.roster import Roster
-from zapex.shm_mailbox import Mailbox
-from zapex.url_link import CONFIG, form_of
-from zapex.zmq_replay import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
-from zapex.zmq_server import ZmqServer
-from zapex.zmq_socket import Security
+from zapex.host.roster import Roster
+from zapex.library.owner import OwnedReplay
+from zapex.library.url_handler import CallHandler
+from zapex.library.url_link import CONFIG, form_of
+from zapex.machine.mailbox import Mailbox
+from zapex.net.listener import Received
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.server import LinkServer
+from zapex.replay.core import ReplayLayout
+from zapex.replay.limiter import LimiterConfig
+from zapex.roles.intake import Intake
+from zapex.wire import control as m
+from zapex.wire.calls import Request
+from zapex.wire.header import Form, decode_header
 
 _ACTORS, _STREAMS, _MOST = 2, 2, 24
 
 
-class _Frame(zmq.Frame):
-    """What libzmq would hand over, from nowhere."""
-
-    def get(self, name: Any) -> Any:
-        return {"User-Id": "any", "Peer-Address": "127.0.0.1"}.get(name, -1)
-
-
-class _Anything:
-    """Takes every call; its answers are itself."""
+class _Sent:
+    """Of an answer: its peer has taken it."""
 
     done = True
-    POLLIN = NOBLOCK = 1
 
-    def __call__(self, *_: object, **__: object) -> "_Anything":
-        return self
 
-    def __getattr__(self, name: str) -> "_Anything":
-        return self
+class _Listener:
+    """A transport without a socket: one message in each duty cycle, and peers that take all."""
 
-    def decode(self) -> str:
+    url = "tcp://127.0.0.1:0"
+
+    def __init__(self, inbox: list[list[bytes]]) -> None:
+        self._inbox = inbox
+        self._now: list[Received] = []
+        self.answers: list[list[bytes]] = []
+        self.on_gone: Callable[[bytes], object] = lambda peer: None
+
+    def next(self) -> None:
+        """The next message comes."""
+        peer, *buffers = self._inbox.pop()
+        self._now.append(Received(peer, buffers))
+
+    def receive(self) -> Received | None:
+        return self._now.pop() if self._now else None
+
+    def ready(self) -> bool:
+        return bool(self._now)
+
+    def role_of(self, received: Received) -> str | None:
+        return None
+
+    def address_of(self, received: Received) -> str:
         return ""
 
-    def unsent(self, route: bytes) -> int:
-        return 0  # a guard's peers have taken all
+    def send(self, peer: bytes, buffers: Sequence[Any]) -> _Sent:
+        self.answers.append([bytes(buffer) for buffer in buffers])
+        return _Sent()
 
+    def queued(self, peer: bytes) -> int:
+        return 0
 
-_ANYTHING = _Anything()
+    def held(self) -> list[tuple[int, bytes | int]]:
+        return []
+
+    def settled(self, peer: bytes) -> None:
+        pass
+
+    def hang_up(self, connection: bytes | int) -> None:
+        pass
+
+    def do_work(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 Said = list[tuple[bytes, Any]]
@@ -105,7 +131,7 @@ class Sessions(ABC):
         """All clients' lives."""
 
     @abstractmethod
-    def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
+    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], None]:
         """What serves; the call is one duty cycle of it, after a message has come in."""
 
     def _params_version(self) -> int:
@@ -116,38 +142,25 @@ class Sessions(ABC):
         self._memory[:] = 0
         self._roster[:] = 0
         layout = self._layout
-        replay = PrioritizedReplay(
-            layout.capacity, layout.schema, seed=1, streams=layout.streams, chunk=layout.chunk,
-            buffer=self._memory,
-        )  # fmt: skip
+        replay = OwnedReplay(layout, seed=1, buffer=self._memory)
         roster = Roster(self._roster, _ACTORS, replay.store.header_rows)
         inbox = [mutation.split(message) for message in mutation.split(data, _MOST)]
         inbox = [[parts[0] or b"a", *parts[1:]] for parts in inbox if parts]
         inbox.reverse()
-        now: list[list[bytes]] = []  # the message that comes in this duty cycle
-        answers: list[list[Any]] = []
-
-        def send(socket: Any, parts: list[Any]) -> Any:
-            answers.append([bytes(part) for part in parts])
-            return _ANYTHING
-
-        def receive(socket: Any) -> list[Any] | None:
-            return [_Frame(part) for part in now.pop()] if now else None
-
-        with mock.patch.multiple(
-            zmq_server, make_context=_ANYTHING, listen=_ANYTHING, Gatekeeper=_ANYTHING, send=send,
-            receive=receive, zmq=_ANYTHING, Guard=_ANYTHING,
-        ):  # fmt: skip
-            server = ZmqServer(
-                "tcp://127.0.0.1:0", self.form, self.config, roster, Security(), incarnation=1,
-                params_version=self._params_version,
-            )  # fmt: skip
-            do_work = self._faces(server, replay)
+        listener = _Listener(inbox)
+        server = LinkServer(
+            listener, self.form, self.config, roster, incarnation=1,
+            params_version=self._params_version,
+        )  # fmt: skip
+        try:
+            do_work = self._serve(server, replay)
             while inbox:
-                now.append(inbox.pop())
+                listener.next()
                 do_work()
-        for answer in answers:
-            m.decode(answer[1:], self.form)
+        finally:
+            server.close()
+        for answer in listener.answers:
+            m.decode(answer, self.form)
         return not any(server.counts[name] for name in ("bad", "unknown", "forbidden", "refused"))
 
     def renew(self, data: bytes) -> bytes:
@@ -207,22 +220,22 @@ class RunSessions(Sessions):
     def _params_version(self) -> int:
         return self._mailbox.version
 
-    def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
+    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], None]:
         form, layout = self.form, self._layout
         self._mailbox_memory[:] = 0
         self._mailbox = Mailbox(self._mailbox_memory, form.parameter_bytes, create=True)
         source = ZmqExperienceSource(server, replay.store)
         sink, parameters = ZmqSampleSink(server, replay.store), ZmqParameters(server, self._mailbox)
         limits = LimiterConfig(
-            samples_per_insert=0, min_size=1, tolerance=0, grant=_STREAMS * layout.chunk, batch=1,
-            capacity=layout.capacity,
+            samples_per_insert=0, min_size_to_sample=1, tolerance=0, batch=1,
+            grant=_STREAMS * layout.chunk, capacity=layout.capacity,
         )  # fmt: skip
         intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
 
         def do_work() -> None:
             intake.do_work(sink.issued, sink.released)
             for keys, priorities in sink.updates():
-                replay.update_priorities(keys, priorities)
+                replay.reprioritise(keys, priorities.astype(np.float64))
             for _ in range(sink.requests()):
                 try:
                     sink.answer(replay.draw(form.batch_size))
@@ -248,29 +261,31 @@ class LibrarySessions(Sessions):
         said += _pushes(b"b", examples["push"])
         keys, priorities = np.array([0, 1]), np.array([0.5, 2.0])
         calls = [
-            m.Call(0, CAN_SAMPLE, rows=2), m.Call(1, SAMPLE, rows=2), m.Call(2, SAMPLE, rows=1),
-            m.Call(3, UPDATE, rows=2, keys=keys, priorities=priorities), m.Call(4, STATS),
-            m.Call(5, KEYS, rows=0, incarnation=5, option=1), m.Call(6, SAMPLE, rows=4, option=2),
+            m.Call(0, Request.CAN_SAMPLE, rows=2), m.Call(1, Request.SAMPLE, rows=2),
+            m.Call(2, Request.SAMPLE, rows=1),
+            m.Call(3, Request.UPDATE, rows=2, keys=keys, priorities=priorities),
+            m.Call(4, Request.STATS), m.Call(5, Request.KEYS, rows=0, incarnation=5, option=1),
+            m.Call(6, Request.SAMPLE, rows=4, option=2),
         ]  # fmt: skip
         said += [(b"c", call) for call in calls]
         return [*said, (b"a", m.Bye()), (b"c", m.Bye())]
 
-    def _faces(self, server: ZmqServer, replay: PrioritizedReplay) -> Callable[[], None]:
+    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], None]:
         grant = _STREAMS * self._layout.chunk
         limits = LimiterConfig(
-            samples_per_insert=1, min_size=1, tolerance=2 * grant + self.form.batch_size,
+            samples_per_insert=1, min_size_to_sample=1, tolerance=2 * grant + self.form.batch_size,
             grant=grant, batch=self.form.batch_size, capacity=self._layout.capacity,
         )  # fmt: skip
         source = ZmqExperienceSource(server, replay.store)
         intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
         clock = itertools.count()  # a call that waits for the limiter is refused a few looks later
-        desk = LibraryDesk(
+        handler = CallHandler(
             server, replay, intake.limiter, timeout_s=4.0, clock_s=lambda: float(next(clock))
         )
 
         def do_work() -> None:
             intake.do_work(0, 0)
-            desk.do_work()
+            handler.do_work()
             replay.inserted = intake.inserted
 
         return do_work

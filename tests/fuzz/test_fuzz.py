@@ -1,4 +1,4 @@
-"""Every decoder takes or refuses what it was once caught by, and some hundred mutants."""
+"""Every decoder takes or refuses inputs that once broke it, and some hundred mutants."""
 
 import random
 

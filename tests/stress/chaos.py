@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import machine_facts
+from benchmarks.support.harness import evidence
+from benchmarks.support.machine import Watch
 from tests.stress import steps
 from tests.stress.chaos_mutants import MUTANTS
 
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the facts here, too")
     parser.add_argument("--mutant", choices=MUTANTS, help="take a rule away: the run must fail")
     options = parser.parse_args()
+    watch = Watch()
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", file=sys.stderr, flush=True)
     mutant = MUTANTS.get(options.mutant)
@@ -53,7 +55,7 @@ def main() -> int:
         kind = "stuck" if isinstance(error, Stuck) else str(error).partition(":")[0]
         print(json.dumps({"seed": seed, "failed": kind, "how": str(error)}))
         return 1
-    text = json.dumps({"machine": machine_facts(), **facts}, indent=1)
+    text = json.dumps({**evidence(watch, None), **facts}, indent=1)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

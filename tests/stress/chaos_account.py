@@ -1,4 +1,4 @@
-"""The account of a chaos run: every chunk of every life came in once, none is missing."""
+"""The account of a chaos run: every chunk of every incarnation came in once, none is missing."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.stress.chaos_content import Violation
-from zapex.schema import ACTOR, COMMITTED, INCARNATION, LIVE, SEQUENCE, STATE
+from zapex.chunks.layout import ACTOR, COMMITTED, INCARNATION, LIVE, SEQUENCE, STATE
 
 Life = tuple[int, int]  # actor, incarnation
 

@@ -1,4 +1,4 @@
-"""What the actors of the chaos harness write: every row says whose it is, and can be recomputed.
+"""What the actors of the chaos harness write: every row names its writer and can be recomputed.
 
 A life of an actor plays streams of episodes of known length; transition `number` of a stream is a
 function of (actor, incarnation, stream, number), and so is every byte of it. Whoever sees a row
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunk_store import ChunkStore
-from zapex.schema import ACTOR, COUNT, INCARNATION, NO_FRAME, STREAM, Column, Schema
+from zapex.chunks.columns import Column
+from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, NO_FRAME, STREAM
+from zapex.chunks.schema import Schema
+from zapex.chunks.store import ChunkStore
 
 STACK, FRAME_WORDS = 2, 24
 N_STEP, GAMMA = 2, 0.5

@@ -1,4 +1,4 @@
-"""Rules of the protocol taken away one by one: the chaos harness must notice each.
+"""Rules of the protocol removed one by one: the chaos harness must notice each.
 
 A change is text of zapex's source and what stands there instead, in as many lines.
 """
@@ -18,16 +18,19 @@ class Mutant:
 
 
 _SWEPT = {"torn", "foreign", "doubled", "lost"}  # which is seen first is a matter of time
+_RELEASE = "                # STEP update-applied\n                self._updates.release(1)\n"
+_NO_RELEASE = "                # STEP update-applied\n                pass\n"
 
 MUTANTS = {
     "commit-before-the-body": Mutant(
         _SWEPT,
         {
-            "zapex.nstep_kernels": [
+            "zapex.chunks.step_kernels": [
                 (
-                    "    headers[slot * HEADER_WORDS + COUNT] = 0\n",
-                    "    header = slot * HEADER_WORDS; headers[header + COUNT] = 2; "
-                    "store_release(headers, header + STATE, state[CLOSED_STATE])\n",
+                    "    mem.view(np.int64)[slot * HEADER_WORDS + COUNT] = 0\n",
+                    "    headers = mem.view(np.int64); header = slot * HEADER_WORDS; "
+                    "headers[header + COUNT] = 2; "
+                    "store_release(headers, header + STATE, w.closed_state)\n",
                 )
             ]
         },
@@ -37,9 +40,9 @@ MUTANTS = {
     "no-look-at-the-generation-after-a-gather": Mutant(
         _SWEPT,
         {
-            "zapex.chunk_store": [
+            "zapex.chunks.store": [
                 (
-                    "        if (key >> _GENERATION_SHIFT) & GENERATION_MASK == now:\n",
+                    "        if (key >> GENERATION_SHIFT) & GENERATION_MASK == now:\n",
                     "        if now >= 0:\n",
                 )
             ]
@@ -48,8 +51,11 @@ MUTANTS = {
     "no-new-generation-at-eviction": Mutant(
         _SWEPT,
         {
-            "zapex.slot_ledger": [
-                ("(headers[header + GENERATION] + 1) &", "headers[header + GENERATION] &")
+            "zapex.chunks.ledger": [
+                (
+                    "headers[header + GENERATION] % GENERATION_MASK + 1",
+                    "headers[header + GENERATION]",
+                )
             ]
         },
     ),
@@ -64,7 +70,7 @@ MUTANTS = {
     "what-was-granted-was-sent": Mutant(
         {"stuck"},
         {
-            "zapex.intake": [
+            "zapex.roles.intake": [
                 (
                     "            if rows[slot, GRANT_SEQUENCE] < source.next_grant(actor):\n",
                     "            if source.next_grant(actor) >= 0:\n",
@@ -75,7 +81,7 @@ MUTANTS = {
     ),
     "what-the-dead-had-committed-is-free": Mutant(
         {"lost"},
-        {"zapex.intake": [("if self._replay.store.state(s) == COMMITTED]", "if s < 0]")]},
+        {"zapex.roles.intake": [("if self._replay.store.state(s) == COMMITTED]", "if s < 0]")]},
     ),
     "a-request-is-answered-twice": Mutant(
         {"stuck"},
@@ -85,11 +91,50 @@ MUTANTS = {
     "published-before-it-is-written": Mutant(
         {"torn"},
         {
-            "zapex.shm_mailbox": [
+            "zapex.machine.mailbox": [
                 (
                     "    store_relaxed(words, stamp, 0)\n",
                     "    store_relaxed(words, stamp, version); "
                     "store_release(words, _LATEST_WORD, version * _VERSION_STEP + cell)\n",
+                )
+            ]
+        },
+    ),
+    "an-update-is-released-before-it-is-applied": Mutant(
+        {"lost"},
+        {
+            "zapex.shm_transport": [
+                (
+                    '                yield record["keys"], record["priorities"]\n',
+                    "                record = record.copy(); self._updates.release(1); "
+                    'yield record["keys"], record["priorities"]\n',
+                ),
+                (
+                    _RELEASE,
+                    _NO_RELEASE,
+                ),
+            ]
+        },
+        "replay: ring-released",
+    ),
+    "an-update-is-not-released": Mutant(
+        {"doubled"},
+        {
+            "zapex.shm_transport": [
+                (
+                    _RELEASE,
+                    _NO_RELEASE,
+                )
+            ]
+        },
+    ),
+    "an-update-is-of-other-rows": Mutant(
+        {"foreign"},
+        {
+            "zapex.shm_transport": [
+                (
+                    'record["keys"], record["priorities"] = keys, priorities\n',
+                    'record["keys"], record["priorities"] = keys, np.roll(priorities, 1)\n',
                 )
             ]
         },

@@ -7,7 +7,6 @@ and slots are the real ones. What plays and what learns is not: no torch, no gam
 import contextlib
 import mmap
 import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,16 +27,10 @@ from tests.stress.chaos_content import (
     priorities,
     rewards,
 )
-from zapex.batch import Batch
-from zapex.child import Stop, run_role
-from zapex.idle import Waiter
-from zapex.intake import Intake
-from zapex.nstep import CUT, END, ChunkBuilder
-from zapex.rate_limiter import LimiterConfig
-from zapex.replay import PrioritizedReplay, ReplayLayout
-from zapex.roles.learner import Learner
-from zapex.roles.replay_server import ReplayServer
-from zapex.schema import (
+from tests.stress.chaos_updates import Witness, fraction, is_of
+from zapex.chunks.batch import Batch
+from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.layout import (
     ACTOR,
     COMMIT_SEQUENCE,
     COUNT,
@@ -46,15 +39,20 @@ from zapex.schema import (
     STREAM,
     BatchLayout,
 )
+from zapex.machine.segment import Segment
+from zapex.machine.waiting import Waiter
+from zapex.processes.child import Stop, child_setup, end_by_sigterm, run_until_stopped
+from zapex.replay.core import ReplayCore, ReplayLayout
+from zapex.replay.limiter import LimiterConfig
+from zapex.roles.intake import Intake
+from zapex.roles.learner import Learner
+from zapex.roles.replay_server import ReplayServer
 from zapex.shm_ring import ShmRing
-from zapex.shm_segment import Segment
-from zapex.shm_transport import Host, HostPlan
-from zapex.supervisor import child_setup
+from zapex.shm_transport import HostMemory, HostPlan
 from zapex.transport import Sampled
 
 ACTORS, STREAMS, BATCH, PREFETCH = 3, 2, 16, 3
 PARAMETER_BYTES = 64 << 10
-UPDATED = 0.5  # what the learner adds to a priority, every other time
 AUDIT = np.dtype(
     [(name, np.int64) for name in ("commit_sequence", "actor", "incarnation", "sequence", "stream",
                                    "first", "count", "slot")]
@@ -77,10 +75,11 @@ class World:
     samples_per_insert: float = 1.0
     chunk: int = 8
     plan: HostPlan = field(init=False)
-    host: Host = field(init=False)
+    host: HostMemory = field(init=False)
     orders: Any = field(init=False)  # a role's words, for tests/stress/steps.py
     counters: NDArray[np.int64] = field(init=False)
     audit: ShmRing = field(init=False)
+    updates: NDArray[np.uint8] = field(init=False)  # the witness's
 
     def __post_init__(self) -> None:
         self.plan = plan = HostPlan(
@@ -93,11 +92,12 @@ class World:
             Segment.create("chaos-control", plan.nbytes),
             Segment.create("chaos-experience", plan.replay.nbytes),
         ]
-        self.host = Host(plan, *(s.buffer for s in self._segments), eventfds, create=True)
+        self.host = HostMemory(plan, *(s.buffer for s in self._segments), eventfds, create=True)
         roles = len(plan.roles)
         words = memoryview(mmap.mmap(-1, roles * 128)).cast("q")
         self.orders = {name: words[16 * i : 16 * i + 16] for i, name in enumerate(self.names)}
         self.counters = shared(roles * 128).view(np.int64).reshape(roles, 16)
+        self.updates = shared(Witness.required_bytes(plan.replay))
         audit = shared(ShmRing.required_bytes(_AUDIT_RECORDS, AUDIT))
         self.audit = ShmRing(audit, _AUDIT_RECORDS, AUDIT, create=True)
 
@@ -114,7 +114,7 @@ class World:
     def limiter(self) -> LimiterConfig:
         """Actors may run far ahead: they must not all wait whenever the learner is dead."""
         return LimiterConfig(
-            samples_per_insert=self.samples_per_insert, min_size=4 * BATCH,
+            samples_per_insert=self.samples_per_insert, min_size_to_sample=4 * BATCH,
             tolerance=16 * self.capacity, grant=STREAMS * self.chunk, batch=BATCH,
             capacity=self.capacity,
         )  # fmt: skip
@@ -126,7 +126,7 @@ class ChaosActor:
     def __init__(self, world: World, actor: int, incarnation: int) -> None:
         host = world.host
         self._sink = host.experience_sink(actor, incarnation)
-        self._parameters = host.parameter_source()
+        self._parameters = host.mailbox()
         self._builder = ChunkBuilder(
             self._sink.store, STREAMS, actor=actor, incarnation=incarnation,
             first_stream=actor * STREAMS, max_chunk_age_steps=11 if actor == 0 else 0,
@@ -221,6 +221,11 @@ class WatchedSource:
         self.leaves = np.empty(BATCH)
 
     @property
+    def next_update(self) -> int:
+        """The number of the update that is sent next: its place in the ring, in every life."""
+        return int(self._source._updates.ring.tail)
+
+    @property
     def outstanding(self) -> int:
         return int(self._source.outstanding)
 
@@ -228,7 +233,7 @@ class WatchedSource:
         if not self._source.ready():
             return None  # one that comes between two looks would bring the leaves of another
         ring = self._source._answers.ring
-        self.leaves[:] = ring.records[ring.head & (ring.capacity - 1)]["leaves"]
+        self.leaves[:] = ring.record(ring.head)["draw"]["leaves"]
         sampled: Sampled | None = self._source.poll(batch)
         return sampled
 
@@ -239,8 +244,7 @@ class CheckingDqn:
     def __init__(self, world: World, source: WatchedSource) -> None:
         self._source = source
         self._counter = world.counter("learner")
-        self._parameters = world.host.parameter_sink()
-        self._batches = 0
+        self._parameters = world.host.mailbox()
 
     def flat_parameters(self) -> NDArray[np.float32]:
         """Every word is the version that they are published as."""
@@ -256,15 +260,15 @@ class CheckingDqn:
         check_rows(rows, "a batch")
         stamps = rows["stamp"]
         given = priorities(stamps)
-        leaves = np.round(self._source.leaves[whole], 3)  # a probability times the total
-        foreign = (leaves != given) & (leaves != given + UPDATED)
+        leaves = self._source.leaves[whole]
+        foreign = ~is_of(leaves, given)
         if foreign.any():
             row = int(np.argmax(foreign))
             raise Violation(f"foreign: {stamps[row].tolist()} came for a leaf of {leaves[row]}")
         self._counter[ROWS_CHECKED] += len(stamps)
-        self._batches += 1
         errors = np.ones(len(batch.keys), np.float32)
-        errors[whole] = given + UPDATED * (self._batches % 2)
+        errors[whole] = given
+        errors += np.float32(fraction(self._source.next_update))
         facts = dict.fromkeys(("td_loss", "q_values", "td_error", "gradient_norm"), 0.0)
         return errors, facts
 
@@ -276,13 +280,10 @@ class NoCheckpoints:
     def save(self, dqn: Any, version: int) -> None: ...
 
 
-def make_replay(world: World) -> tuple[ReplayServer, PrioritizedReplay]:
+def make_replay(world: World) -> tuple[ReplayServer, ReplayCore]:
     """The real server; each chunk is looked at, and told to the account, before it is evicted."""
     host, layout = world.host, world.plan.replay
-    replay = PrioritizedReplay(
-        layout.capacity, SCHEMA, alpha=1.0, eps=0.0, streams=layout.streams, chunk=layout.chunk,
-        buffer=host.experience,
-    )  # fmt: skip
+    replay = ReplayCore(layout, alpha=1.0, eps=0.0, buffer=host.experience)
     counter = world.counter("replay")
     producer = world.audit.producer()
 
@@ -297,13 +298,14 @@ def make_replay(world: World) -> tuple[ReplayServer, PrioritizedReplay]:
     source, sink = host.experience_source(), host.sample_sink()
     intake = Intake(source, replay, world.limiter, actors=ACTORS, streams_per_actor=STREAMS)
     replay.ledger.on_evict = tell
+    Witness(replay, world.updates)
     server = ReplayServer(
         replay, intake, source, sink, host.metrics("replay"), batch_size=BATCH, method="stratified"
     )
     return server, replay
 
 
-def chunk_record(replay: PrioritizedReplay, slot: int) -> NDArray[Any]:
+def chunk_record(replay: ReplayCore, slot: int) -> NDArray[Any]:
     """What the account keeps of a live chunk, once it is found to be whole."""
     first = check_chunk(replay.store, slot)
     header = replay.store.header_rows[slot]
@@ -319,8 +321,8 @@ def make_learner(world: World) -> Learner:
     return Learner(
         dqn,
         source,
-        world.host.parameter_sink(),
-        Batch.empty(BatchLayout(SCHEMA, BATCH)),
+        world.host.mailbox(),
+        [Batch.empty(BatchLayout(SCHEMA, BATCH))],
         world.host.metrics("learner"),
         NoCheckpoints(),
         prefetch=PREFETCH,
@@ -338,34 +340,33 @@ def make_role(world: World, name: str, incarnation: int) -> Any:
 
 
 def live(world: World, name: str) -> None:
-    """One life of a role in a forked process, as zapex.child leads it."""
+    """One life of a role in a forked process, as zapex.processes.child leads it."""
     from tests.stress import steps
 
     incarnation = child_setup(f"chaos {name}")
     steps.obey(world.orders[name])
     host = world.host
-    plain = Host(world.plan, host.control, host.experience, host.eventfds)
+    plain = HostMemory(world.plan, host.control, host.experience, host.eventfds)
     world.host = plain
     waiter = Waiter(plain.sleeping, plain.sleeping_word(name),
                     plain.eventfds[world.plan.role_index(name)])  # fmt: skip
     role = make_role(world, name, incarnation)
-    run_role(role, waiter, Stop())
+    run_until_stopped(role, lambda ready: waiter.wait(ready, 0.2), Stop())
     role.close()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+    end_by_sigterm()
 
 
 def fill(world: World, incarnation: int) -> None:
     """Play until the memory is full, in this process: a life of actor 1 that then ends."""
     host = world.host
-    host.set_life("actor 1", incarnation)
+    host.set_incarnation("actor 1", incarnation)
     server, replay = make_replay(world)
     actor = ChaosActor(world, 1, incarnation)
     almost = world.plan.replay.live_slots - 8 * STREAMS
     while replay.ledger.counts["live"] < almost and len(replay) < almost * world.chunk:
         if not actor.do_work():
             server.do_work()
-    host.set_life("actor 1", 0)
+    host.set_incarnation("actor 1", 0)
     server.do_work()
 
 
@@ -374,7 +375,7 @@ def warm_up() -> None:
     world = World()
     host = world.host
     for name in world.names:
-        host.set_life(name, 1)
+        host.set_incarnation(name, 1)
     roles = [make_role(world, name, 1) for name in reversed(world.names)]
     for _ in range(2000):
         for role in roles:

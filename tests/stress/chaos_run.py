@@ -28,7 +28,6 @@ from tests.stress.chaos_roles import (
     COMMITTED,
     COMMITTED_OF,
     ROWS_CHECKED,
-    UPDATED,
     VALUES_CHECKED,
     World,
     chunk_record,
@@ -37,17 +36,18 @@ from tests.stress.chaos_roles import (
     make_replay,
     warm_up,
 )
-from zapex.lives import Died, Exited, GaveUp, ProcessSpec, RestartPolicy, Started
-from zapex.schema import COMMITTED as STATE_COMMITTED
-from zapex.schema import COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
-from zapex.supervisor import Supervisor
+from tests.stress.chaos_updates import is_of
+from zapex.chunks.layout import COMMITTED as STATE_COMMITTED
+from zapex.chunks.layout import COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
+from zapex.processes.restarts import Died, Exited, GaveUp, ProcessSpec, RestartPolicy, Started
+from zapex.processes.supervisor import Supervisor
 
 FILLED = 100_000  # a capacity from which on a run begins with a full memory
 STUCK_S = 30.0  # on a loaded machine; what is stuck stays so
 _TICK_S = 0.002
 _ORDER_S = 0.4  # that a role has to come to a step
 POLICY = RestartPolicy(
-    first_s=0.002, longest_s=0.01, short_life_s=0.0, most_short_lives=1 << 30, most_deaths=1 << 30
+    first_s=0.002, longest_s=0.01, short_start_s=0.0, most_short_starts=1 << 30, most_deaths=1 << 30
 )
 
 RINGS = ["ring-written", "ring-committed", "ring-read", "ring-released"]
@@ -249,7 +249,7 @@ class Chaos:
             said = int(counter[COMMITTED]) if counter[COMMITTED_OF] == role.incarnation else 0
             actor = int(role.name.split()[1])
             self.account.end(actor, role.incarnation, said, self._store.header_rows)
-        self.host.set_life(event.name, 0)
+        self.host.set_incarnation(event.name, 0)
         role.alive = role.stopped = False
 
     def _tell(self, event: Any) -> None:
@@ -258,7 +258,7 @@ class Chaos:
             role.incarnation, role.alive = event.incarnation, True
             if role.kind == "actor":
                 self.account.begin(int(role.name.split()[1]), event.incarnation)
-            self.host.set_life(event.name, event.incarnation)
+            self.host.set_incarnation(event.name, event.incarnation)
         elif isinstance(event, Died):
             self._after_death(self.roles[event.name], event)
         elif isinstance(event, GaveUp):
@@ -306,7 +306,7 @@ class Chaos:
         role.stopped = True
         self.result.stops[role.kind] += 1
         if self._rob:  # a mutation: what is silent is taken for dead
-            self.host.set_life(role.name, 0)
+            self.host.set_incarnation(role.name, 0)
 
     def _stands_still(self, role: Role) -> bool:
         """Its process is stopped: one that is about to stop itself would not hear a SIGCONT."""
@@ -327,7 +327,7 @@ class Chaos:
     def _continue(self, role: Role) -> None:
         role.stopped = False
         if self._rob:
-            self.host.set_life(role.name, role.incarnation)
+            self.host.set_incarnation(role.name, role.incarnation)
         self.supervisor.send_signal(role.name, signal.SIGCONT)
 
     def _plot(self, role: Role, now_s: float) -> None:
@@ -514,9 +514,7 @@ class Chaos:
             count = int(rows[slot, COUNT])
             given = priorities(self._store.column(slot, "stamp")[:count])
             drawable = leaves[slot, :count]
-            if ((drawable != given) & (drawable != given + UPDATED)).any() or (
-                leaves[slot, count:] != 0
-            ).any():
+            if not is_of(drawable, given).all() or (leaves[slot, count:] != 0).any():
                 raise Violation(f"foreign: leaves {leaves[slot]} of slot {slot}, given {given}")
         self.account.close()
 

@@ -1,4 +1,4 @@
-/* The mailbox of zapex/shm_mailbox.py: every order of steps, a writer that dies at every step (now
+/* The mailbox of zapex/machine/mailbox.py: every order of steps, a writer that dies at every step (now
  * and then for good), values of two halves.
  *
  * spin -a mailbox.pml && cc -DSAFETY -o pan pan.c && ./pan       no errors

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from tests.stress.forks import Child, sleep_until
-from zapex.jit import kernel
-from zapex.shm_mailbox import Mailbox
-from zapex.shm_segment import Segment
+from zapex.machine.jit import kernel
+from zapex.machine.mailbox import Mailbox
+from zapex.machine.segment import Segment
 
 READERS = 2
 READS, TORN, FELL, SEEN = 0, 1, 2, 3  # counters; each reader has two cache lines of them
@@ -38,7 +38,7 @@ class Reader:
 
     def read(self) -> None:
         seen = int(self.counters[SEEN])
-        version = self.mailbox.read_newer(seen, self.out)
+        version = self.mailbox.newer_than(seen, self.out)
         if version:
             value = self.out.view(np.int64)
             self.counters[READS] += 1

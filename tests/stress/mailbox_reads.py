@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.harness import add_json, evidence
+from benchmarks.support.machine import Watch
 from tests.stress.forks import Child
-from zapex.jit import kernel
-from zapex.shm_mailbox import Mailbox
-from zapex.shm_segment import Segment
+from zapex.machine.jit import kernel
+from zapex.machine.mailbox import Mailbox
+from zapex.machine.segment import Segment
 
 PARAMETER_BYTES = 4 * 3_292_837
 RUNS = ((10_000_000, 65536), (10_000, PARAMETER_BYTES))
@@ -42,7 +44,7 @@ def run(reads: int, size: int) -> dict[str, Any]:
     mailbox.publish(1, values[1])
     out = np.zeros(size, np.uint8)
     words = out.view(np.uint32)
-    mailbox.read_newer(0, out)
+    mailbox.newer_than(0, out)
     assert not _wrong_kernel(words, 1)  # compiled before the fork
 
     def publish() -> None:
@@ -55,7 +57,7 @@ def run(reads: int, size: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         while done < reads:
-            version = mailbox.read_newer(0, out)
+            version = mailbox.newer_than(0, out)
             if not version:
                 starved += 1
                 continue
@@ -84,15 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bytes", type=int, default=65536)
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to this file")
     options = parser.parse_args(argv)
+    watch = Watch()
     runs = RUNS if options.reads is None else ((options.reads, options.bytes),)
     results = []
     for reads, size in runs:
         results.append(run(reads, size))
         print(json.dumps(results[-1]), flush=True)
     if options.json:
-        from benchmarks._harness import add_json
-
-        add_json(options.json, "plane", "mailbox_reads", {"runs": results})
+        add_json(options.json, "plane", "mailbox_reads", {"runs": results}, evidence(watch, None))
     return int(any(one["torn"] or one["fell"] or one["starved"] for one in results))
 
 

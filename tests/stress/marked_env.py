@@ -1,7 +1,7 @@
-"""An environment whose observations say who saw them, and when: every transition can be checked.
+"""An environment whose observations name stream and step, so that every transition can be checked.
 
 An observation is (stream, life, episode, step, checksum, 1), drawn from the seed; its games are
-those of tests/fake_system.py, so whoever finds a transition knows what it must be.
+those of tests/support/fake_system.py, so whoever finds a transition knows what it must be.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from numpy.typing import NDArray
 
-from tests.fake_system import ACTIONS, Game, Moment, frame, game, moment_of
+from tests.support.fake_system import ACTIONS, Game, Moment, frame, game, moment_of
 
 _STEP_S = 0.002  # a game that costs nothing would fill any memory in a minute
 _BITS = 20  # of stream and life: exact in float32

@@ -1,8 +1,9 @@
 """Processes on a network killed, links cut: every acknowledged chunk is at the replay, once.
 
-    python -m tests.stress.network_kills [--kills 300] [--cuts 100] [--long-cut 60] [--json FILE]
+    python -m tests.stress.network_kills [--kills 300] [--cuts 100] [--long-cut 60]
+                                         [--scheme fstack] [--json FILE]
 
-A replay server, an actor host's actor and relay, and a learner, each a process, talk over tcp
+A replay server, an actor host's actor and relay, and a learner, each a process, talk over TCP
 through a link that is one more process. What their parents own in a real run (the replay's memory,
 the memory of the actor host) is shared memory here; the four are killed with SIGKILL at random
 times and forked again, the actor alone or together with its relay, and the link is cut, or frozen
@@ -20,16 +21,19 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks._harness import add_json
-from tests.lossy_link import LossyLink
+from benchmarks.support.harness import add_json, evidence, percentiles
+from benchmarks.support.machine import Watch
 from tests.stress.forks import Child, sleep_until
-from tests.transport_rigs import (
+from tests.support import fstack
+from tests.support.lossy_link import LossyLink
+from tests.support.relays import fill, is_whole, wrong_rows
+from tests.support.transport_rigs import (
     BATCH,
     BETA,
     OPEN,
@@ -41,33 +45,34 @@ from tests.transport_rigs import (
     make_intake,
     make_link,
 )
-from zapex.batch import Batch
-from zapex.chunk_store import set_state_kernel
-from zapex.host_plan import HostPlan
-from zapex.roles.relay import Outbox, Relay
-from zapex.schema import (
+from zapex.chunks.batch import Batch
+from zapex.chunks.layout import (
     ACTOR,
     COMMITTED,
-    COUNT,
     FREE,
     HOST,
     INCARNATION,
     LIVE,
-    NO_FRAME,
     SEQUENCE,
     STATE,
-    STREAM,
     BatchLayout,
 )
-from zapex.shm_transport import Host
-from zapex.zmq_samples import ZmqSampleSource
+from zapex.chunks.store import set_state_kernel
+from zapex.host.parts import PARTS
+from zapex.host.plan import HostPlan
+from zapex.net.sample_source import ZmqSampleSource
+from zapex.roles.relay import Outbox, Relay
+from zapex.shm_transport import HostMemory
 from zapex.zmq_transport import ChunkSender, ZmqParameterSink, ZmqParameterSource
 
 _HOST_NUMBER, _STREAMS, _STUCK_S = 7, 8, 90.0
 _ROOM = 3  # chunks of each stream on the actor host, as a real one has them
-(_SERVER_PORT, _LINK_PORT, _LIFE, _MADE, _BATCHES, _WRONG, _PUBLISHED, _COMMAND, _WAITING,
- _STALE) = range(10)  # fmt: skip
+(_SERVER_PORT, _LINK_PORT, _LIFE, _BATCHES, _WRONG, _PUBLISHED, _COMMAND, _WAITING,
+ _STALE) = range(9)  # fmt: skip
+_MOST_LIVES = 1 << 16
 _KILLS = (("server",), ("relay",), ("learner",), ("actor",), ("actor", "relay"), ("relay", "actor"))
+_OF = {"tcp": "", "zmtp": "_zmtp", "fstack": "_fstack"}  # in the name of a result
+_IN_FLIGHT = 16  # acknowledgements that the relay had received and not counted
 _NOTHING, _CUT, _FREEZE, _TRUNCATE, _HEAL = range(5)
 
 
@@ -79,7 +84,8 @@ def shared(nbytes: int) -> np.ndarray:
 class Plan:
     """The memory that outlives every process but this one."""
 
-    def __init__(self, transitions: int) -> None:
+    def __init__(self, transitions: int, scheme: str = "tcp") -> None:
+        self.scheme, self.server_host = scheme, "127.0.0.1"  # of the server's sockets
         self.layout = layout_of(transitions, _STREAMS)
         self.memory = Memory.__new__(Memory)
         own = Memory(self.layout, 1)
@@ -89,19 +95,23 @@ class Plan:
             buffer[:] = getattr(own, name)
             setattr(self.memory, name, buffer)
         self.words = shared(8 * 64).view(np.int64)
+        self.made = shared(8 * _MOST_LIVES).view(np.int64)  # chunks of each life of the actor
+        if scheme == "fstack":  # which does not choose a port
+            self.server_host = fstack.addresses(fstack.setup())[0]
+            self.words[_SERVER_PORT] = fstack.free_port()
         self.host_plan = HostPlan(
             replay=layout_of(_ROOM * _STREAMS * self.layout.chunk, _STREAMS), actors=1,
             envs_per_actor=_STREAMS, batch_size=BATCH, prefetch=1,
             parameter_bytes=PARAMETER_BYTES, beta=BETA,
-            eval_episodes=1, part="actor",
+            eval_episodes=1, part=PARTS["actor"],
         )  # fmt: skip
         blocks = shared(self.host_plan.nbytes), shared(self.host_plan.replay.nbytes)
         self.eventfds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in self.host_plan.roles]
-        self.host = Host(self.host_plan, *blocks, self.eventfds, create=True)
+        self.host = HostMemory(self.host_plan, *blocks, self.eventfds, create=True)
 
-    def host_again(self) -> Host:
+    def host_again(self) -> HostMemory:
         """The actor host's memory, as a child that attaches to it sees it."""
-        return Host(self.host_plan, self.host.control, self.host.experience, self.eventfds)
+        return HostMemory(self.host_plan, self.host.control, self.host.experience, self.eventfds)
 
     def new_life(self) -> int:
         """A larger incarnation than any before."""
@@ -124,12 +134,12 @@ def server(plan: Plan) -> Callable[[], object]:
     def work() -> None:
         if not made:
             port = int(plan.words[_SERVER_PORT])
-            made.append(NetworkReplay(plan.memory, f"tcp://127.0.0.1:{port}"))
+            made.append(NetworkReplay(plan.memory, f"{plan.scheme}://{plan.server_host}:{port}"))
             plan.words[_SERVER_PORT] = int(made[0].url.rpartition(":")[2])
         replay = made[0]
         replay.turn()
         for keys, priorities in replay.sink.updates():
-            _, stale = replay.replay.update_priorities(keys, priorities)
+            _, stale = replay.replay.reprioritise(keys, priorities.astype(np.float64))
             plan.words[_STALE] += stale
         for _ in range(replay.sink.requests()):
             if len(replay.replay) < BATCH:
@@ -144,7 +154,7 @@ def actor(plan: Plan, incarnation: int) -> Callable[[], object]:
     """Makes chunks of rows that say who made them, as fast as it gets slots."""
     host = plan.host_again()
     sink, rng = host.experience_sink(0, incarnation), np.random.default_rng(incarnation)
-    store, chunk = sink.store, plan.layout.chunk
+    store = sink.store
     numbers = iter(range(1 << 60))
 
     def work() -> None:
@@ -153,18 +163,9 @@ def actor(plan: Plan, incarnation: int) -> Callable[[], object]:
             time.sleep(100e-6)
             return
         for stream, slot in enumerate(slots.tolist()):
-            number, header = next(numbers), store.header_rows[slot]
-            store.column(slot, "obs")[:] = rng.integers(0, 256, (store.layout.frames, 3, 2))
-            for name in ("obs_frames", "next_obs_frames"):
-                store.column(slot, name)[:] = rng.integers(0, 5, (chunk, 4))
-            store.column(slot, "obs_frames")[0, 0] = NO_FRAME
-            store.column(slot, "mask")[:] = (0, incarnation)
-            store.column(slot, "action")[:] = number
-            store.column(slot, "reward")[:] = np.arange(chunk)
-            header[ACTOR], header[INCARNATION], header[SEQUENCE] = 0, incarnation, number
-            header[COUNT], header[STREAM] = int(rng.integers(1, chunk + 1)), stream
+            fill(store, slot, (0, incarnation, next(numbers)), stream, rng)
             set_state_kernel(store.headers, slot, COMMITTED)
-            plan.words[_MADE] += 1
+            plan.made[incarnation] += 1
             sink.commit(np.array([slot]))
 
     return work
@@ -187,7 +188,7 @@ def relay(plan: Plan) -> Callable[[], object]:
             made.append(
                 Relay(
                     make_intake(source, outbox, 1), outbox, source, ZmqParameterSource(link),
-                    host.parameter_sink(), host.metrics("relay"), parameter_bytes=PARAMETER_BYTES,
+                    host.mailbox(), host.metrics("relay"), parameter_bytes=PARAMETER_BYTES,
                     link_ready=link.ready, report=lambda: 0, ended=lambda: False,
                 )
             )  # fmt: skip
@@ -215,8 +216,7 @@ def learner(plan: Plan) -> Callable[[], object]:
             source.request()
         if source.ready():
             source.poll(batch)
-            # A chunk's rows say which incarnation made them: 1 or more.
-            words[_WRONG] += int((batch["mask"][:, 1] < 1).sum() + (batch["mask"][:, 0] != 0).sum())
+            words[_WRONG] += wrong_rows(batch, plan.layout.chunk_layout)
             source.update(batch.keys, np.ones(BATCH, np.float32))
             words[_BATCHES] += 1
             if words[_BATCHES] % 50 == 0 and link.is_open:
@@ -234,7 +234,7 @@ def link(plan: Plan) -> Callable[[], object]:
 
     def work() -> None:
         if not made:
-            made.append(LossyLink(int(plan.words[_SERVER_PORT])))
+            made.append(LossyLink(int(plan.words[_SERVER_PORT]), target_host=plan.server_host))
             plan.words[_LINK_PORT] = made[0].port
         command = int(plan.words[_COMMAND])
         if command:
@@ -257,7 +257,7 @@ def warm_up() -> None:
     """Every kernel is loaded before the first fork: all roles in turn, and no wire between."""
     plan = Plan(10_000)
     words = plan.words
-    plan.host.set_life("actor 0", 1)
+    plan.host.set_incarnation("actor 0", 1)
     serve = server(plan)
     serve()
     words[_LINK_PORT] = words[_SERVER_PORT]
@@ -279,8 +279,8 @@ def warm_up() -> None:
 class Run:
     """All processes, and what is done to them."""
 
-    def __init__(self, seed: int, transitions: int) -> None:
-        self.plan, self.draw = Plan(transitions), random.Random(seed)
+    def __init__(self, seed: int, transitions: int, scheme: str) -> None:
+        self.plan, self.draw = Plan(transitions, scheme), random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.children: dict[str, Child] = {}
         self._makers = {"server": server, "link": link, "relay": relay, "learner": learner}
@@ -290,11 +290,13 @@ class Run:
             if port is not None:
                 sleep_until(lambda port=port: self.plan.words[port], _STUCK_S, name)  # type: ignore[misc]
         self.longest_s = 0.0
+        self.back_s: dict[str, list[float]] = {}
+        self._open: list[tuple[str, float, float]] = []
 
     def _start(self, name: str) -> None:
         if name == "actor":
             incarnation = self.plan.new_life()
-            self.plan.host.set_life("actor 0", incarnation)
+            self.plan.host.set_incarnation("actor 0", incarnation)
             self.children[name] = Child(actor(self.plan, incarnation))
         else:
             self.children[name] = Child(self._makers[name](self.plan))
@@ -306,23 +308,36 @@ class Run:
         for name in names:
             self.children.pop(name).kill()
         if "actor" in names:
-            self.plan.host.set_life("actor 0", 0)
+            self.plan.host.set_incarnation("actor 0", 0)
 
     def progress(self) -> None:
-        """Wait until chunks are acknowledged and batches come again."""
+        """Wait until chunks are acknowledged and batches come again, and time the faults so far.
+
+        Each fault's clock started when it began, also that of one which others followed at once.
+        """
         words, plan = self.plan.words, self.plan
         chunks, batches = plan.acknowledged, int(words[_BATCHES])
-        took = sleep_until(
+        sleep_until(
             lambda: plan.acknowledged > chunks + 5 and words[_BATCHES] > batches, _STUCK_S,
             f"progress after {dict(self.counts)}",
         )  # fmt: skip
-        self.longest_s = max(self.longest_s, took)
+        for kind, began_s, lasted_s in self._open:
+            took = time.monotonic() - began_s
+            self.back_s.setdefault(kind, []).append(took)
+            self.longest_s = max(self.longest_s, took - lasted_s)
+        self._open.clear()
+
+    def begin(self, kind: str, lasts_s: float = 0.0) -> None:
+        """From now on a fault is being timed."""
+        self._open.append((kind, time.monotonic(), lasts_s))
 
     def kill(self) -> None:
         """One of the four, or two, at some time of their work; started again at once."""
         names = self.draw.choice(_KILLS)
+        kind = f"kills of the {' and the '.join(names)}"
+        self.begin(kind)
         self._end(*names)
-        self.counts[f"kills of the {' and the '.join(names)}"] += 1
+        self.counts[kind] += 1
         for name in names:
             self._start(name)
 
@@ -333,10 +348,15 @@ class Run:
     def cut(self, seconds: float) -> None:
         """The link is cut, frozen, or cuts short, and healed."""
         what = self.draw.choice((_CUT, _CUT, _FREEZE, _TRUNCATE))
+        kind = {_CUT: "cuts", _FREEZE: "freezes", _TRUNCATE: "short messages"}[what]
+        self.begin(kind, seconds)
         self.command(what)
+        began_at = self.plan.acknowledged
         time.sleep(seconds)
+        if what == _CUT and self.plan.acknowledged > began_at + _IN_FLIGHT:
+            raise RuntimeError(f"{self.plan.acknowledged - began_at} chunks came over a cut link")
         self.command(_HEAL)
-        self.counts[{_CUT: "cuts", _FREEZE: "freezes", _TRUNCATE: "short messages"}[what]] += 1
+        self.counts[kind] += 1
 
     def settle(self) -> dict[str, int]:
         """End the actor's work, let all arrive, and take stock."""
@@ -347,9 +367,9 @@ class Run:
         time.sleep(0.5)
         for child in self.children.values():
             child.kill()
-        return self._audit(int(self.plan.words[_MADE]))
+        return self._audit()
 
-    def _audit(self, made: int) -> dict[str, int]:
+    def _audit(self) -> dict[str, int]:
         replay = self.plan.memory.replay()
         store, rows = replay.store, replay.store.header_rows
         slots = np.flatnonzero(np.isin(rows[:, STATE], (COMMITTED, LIVE)))
@@ -359,47 +379,58 @@ class Run:
             header = rows[slot]
             assert header[HOST] == _HOST_NUMBER
             assert header[ACTOR] == 0
-            who, count = (int(header[INCARNATION]), int(header[SEQUENCE])), int(header[COUNT])
-            seen[who] += 1
-            same = (
-                (store.column(slot, "mask")[:count, 1] == who[0]).all()
-                and (store.column(slot, "action")[:count] == who[1]).all()
-                and (store.column(slot, "reward")[:count] == np.arange(count)).all()
-            )
-            torn += not same
-        lives: dict[int, set[int]] = {}
-        for incarnation, sequence in seen:
-            lives.setdefault(incarnation, set()).add(sequence)
-        gaps = sum(max(found) + 1 - len(found) for found in lives.values())
+            seen[int(header[INCARNATION]), int(header[SEQUENCE])] += 1
+            torn += not is_whole(store, slot)
+        made = {int(life): int(self.plan.made[life]) for life in np.flatnonzero(self.plan.made)}
         return {
-            "committed_by_actors": made,
+            "committed_by_actors": sum(made.values()),
             "at_the_replay": len(seen),
-            # An actor killed between its commit and its own count has made one more.
-            "lost": gaps + max(0, made - len(seen)),
-            "doubled": sum(seen.values()) - len(seen),
+            **account(seen, made),
             "torn": torn,
         }
 
 
-def run(kills: int, cuts: int, long_cut_s: float, seed: int, transitions: int) -> dict[str, Any]:
+def account(seen: Mapping[tuple[int, int], int], made: Mapping[int, int]) -> dict[str, int]:
+    """How many chunks are lost and doubled, life by life: one too many hides no other's loss.
+
+    seen: how often each (incarnation, sequence) is there. made: how many chunks each incarnation
+    counted; one that was killed between its commit and its count has made one more.
+    """
+    lives: dict[int, set[int]] = {life: set() for life in made}
+    for life, sequence in seen:
+        lives.setdefault(life, set()).add(sequence)
+    wanted = {life: max(made.get(life, 0), max(found, default=-1) + 1)
+              for life, found in lives.items()}  # fmt: skip
+    return {
+        "lost": sum(wanted[life] - len(found) for life, found in lives.items()),
+        "doubled": sum(seen.values()) - len(seen),
+    }
+
+
+def run(
+    kills: int, cuts: int, long_cut_s: float, seed: int, transitions: int, scheme: str
+) -> dict[str, Any]:
     """Kills and cuts in random order, then the audit."""
     start = time.monotonic()
     warm_up()
-    it = Run(seed, transitions)
+    it = Run(seed, transitions, scheme)
     try:
         it.progress()
         it.longest_s = 0.0
         todo = ["kill"] * kills + ["cut"] * cuts
         it.draw.shuffle(todo)
-        for i, what in enumerate(todo):
+        for what in todo:
             time.sleep(it.draw.random() * 0.3)
             if what == "kill":
                 it.kill()
             else:
                 it.cut(it.draw.random() * 1.0)
-            if i % 4 == 3:
+            # One in four is followed by the next at once, so that faults fall together, too.
+            if it.draw.random() < 0.75:
                 it.progress()
+        it.progress()
         if long_cut_s:
+            it.begin("long cuts", long_cut_s)
             it.command(_CUT)
             waited = int(it.plan.words[_WAITING])
             time.sleep(long_cut_s)
@@ -422,6 +453,11 @@ def run(kills: int, cuts: int, long_cut_s: float, seed: int, transitions: int) -
         "batches": int(words[_BATCHES]),
         "wrong_rows": int(words[_WRONG]),
         "versions_published": int(words[_PUBLISHED]),
+        # From each fault's start; the standstill is without the time that a link was cut.
+        "back_s": {
+            kind: percentiles(times) | {"max": round(max(times), 3)}
+            for kind, times in sorted(it.back_s.items())
+        },
         "longest_standstill_s": round(it.longest_s, 2),
         "seconds": round(time.monotonic() - start, 1),
         "done": dict(it.counts),
@@ -429,7 +465,7 @@ def run(kills: int, cuts: int, long_cut_s: float, seed: int, transitions: int) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kills and cuts of a run over tcp.")
+    parser = argparse.ArgumentParser(description="Kills and cuts of a run over TCP.")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--long-cut", type=float, default=60.0, help="seconds of one more cut")
@@ -437,12 +473,24 @@ def main() -> int:
         "--transitions", type=int, default=1_600_000, help="the replay has room for"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--scheme", choices=tuple(_OF), default="tcp", help="of the server: libzmq, or not"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    result = run(chosen.kills, chosen.cuts, chosen.long_cut, chosen.seed, chosen.transitions)
+    watch = Watch()
+    result = run(
+        chosen.kills, chosen.cuts, chosen.long_cut, chosen.seed, chosen.transitions, chosen.scheme
+    )
     print(json.dumps(result, indent=1))
     if chosen.json:
-        add_json(chosen.json, "hostile", "kills_and_cuts", result)
+        add_json(
+            chosen.json,
+            "hostile",
+            f"kills_and_cuts{_OF[chosen.scheme]}",
+            result,
+            evidence(watch, None),
+        )
     bad = result["lost"] + result["doubled"] + result["torn"] + result["wrong_rows"]
     return int(bad > 0)
 

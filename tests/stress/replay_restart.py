@@ -2,9 +2,10 @@
 
     python -m tests.stress.replay_restart [--transitions 2000000] [--kills 10] [--json FILE]
 
-The server is the real one, a supervised `python -m zapex.birth`; this process owns the memory, has
-filled it through the actors' own end, and asks for batches as a learner does. Its clock starts at
-the SIGKILL, so that the restart's delay, the interpreter, the kernels and the attaching are in it.
+The server is the real one, a supervised `python -m zapex.run.birth`; this process owns the
+memory, has filled it through the actors' own end, and asks for batches as a learner does. Its
+clock starts at the SIGKILL, so that the restart's delay, the interpreter, the kernels and the
+attaching are in it.
 After every life each live transition must still be there, and no batch may hold a row that was
 never written.
 """
@@ -25,17 +26,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.batch import Batch
-from zapex.child import Order
-from zapex.config import Config
-from zapex.environments import EnvironmentSpec
-from zapex.nstep import ChunkBuilder
-from zapex.run import Run
-from zapex.schema import COUNT, LIVE, STATE, BatchLayout
-from zapex.shm_segment import Segment
-from zapex.shm_transport import Host
-from zapex.supervisor import Died, ProcessSpec, Started, Supervisor
-from zapex.topology import make_replay, thread_environment
+from benchmarks.support.harness import add_json, evidence
+from benchmarks.support.machine import Watch
+from zapex.chunks.batch import Batch
+from zapex.chunks.builder import ChunkBuilder
+from zapex.chunks.layout import COUNT, LIVE, STATE, BatchLayout
+from zapex.config.settings import Config
+from zapex.envs.environments import EnvironmentSpec
+from zapex.machine.segment import Segment
+from zapex.processes.restarts import Died, ProcessSpec, Started
+from zapex.processes.supervisor import Supervisor
+from zapex.run.child import Order
+from zapex.run.run import Run
+from zapex.run.topology import Start, make_replay, thread_environment
+from zapex.shm_transport import HostMemory
 
 STREAMS = 64
 BATCH = 512
@@ -58,7 +62,7 @@ class Memory:
         self.control = Segment.create("restart-control", plan.nbytes)
         self.experience = Segment.create("restart-experience", plan.replay.nbytes)
         self.eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in plan.roles]
-        self.host = Host(
+        self.host = HostMemory(
             plan, self.control.buffer, self.experience.buffer, self.eventfds, create=True
         )
         self.steps = self._fill(transitions)
@@ -67,8 +71,8 @@ class Memory:
 
     def _fill(self, transitions: int) -> int:
         """Through the actor's own end, with a server in this process; the steps of each stream."""
-        self.host.set_life("actor 0", 1)
-        server = make_replay(self.run, self.host)
+        self.host.set_incarnation("actor 0", 1)
+        server = make_replay(Start("replay", self.run, self.host))
         sink = self.host.experience_sink(0, 1)
         builder = ChunkBuilder(sink.store, STREAMS, actor=0, incarnation=1)
         everyone, flags = np.ones(STREAMS, np.bool_), np.zeros(STREAMS, np.int64)
@@ -99,7 +103,7 @@ class Memory:
             )
         while server.do_work():
             pass
-        self.host.set_life("actor 0", 0)
+        self.host.set_incarnation("actor 0", 0)
         server.do_work()
         server.close()
         return steps
@@ -113,7 +117,7 @@ class Memory:
             eventfds=self.eventfds, base={}, started_ns=time.perf_counter_ns(),
         )  # fmt: skip
         return ProcessSpec(
-            name="replay", argv=[sys.executable, "-m", "zapex.birth", order.to_json()],
+            name="replay", argv=[sys.executable, "-m", "zapex.run.birth", order.to_json()],
             log_path=self.run.run_dir / "replay.log", pass_fds=fds, env=thread_environment(1),
             restart=True,
         )  # fmt: skip
@@ -164,7 +168,7 @@ def kill(memory: Memory, supervisor: Supervisor, timeout_s: float) -> dict[str, 
     events = supervisor.poll(timeout_s)
     assert any(isinstance(e, Died) for e in events), events
     dead_s = time.monotonic() - began
-    memory.host.set_life("replay", 0)
+    memory.host.set_incarnation("replay", 0)
     while memory.answered():  # by the life that is over
         pass
     events = supervisor.poll(timeout_s)
@@ -188,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=120.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to this file")
     options = parser.parse_args(argv)
+    watch = Watch()
     moments = random.Random(options.seed)
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="zapex-restart-") as name:
@@ -223,9 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     print(result)
     if options.json:
-        from benchmarks._harness import add_json
-
-        add_json(options.json, "plane", "replay_restart", result)
+        add_json(options.json, "plane", "replay_restart", result, evidence(watch, None))
     return 0
 
 

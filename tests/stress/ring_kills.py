@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from tests.stress.forks import Child, sleep_until
-from zapex.atomics import fetch_add
-from zapex.jit import kernel
+from zapex.machine.jit import kernel
+from zapex.machine.segment import Segment
 from zapex.shm_ring import FULL, RingConsumer, RingProducer, ShmRing
-from zapex.shm_segment import Segment
 
 CAPACITY = 64
 WORDS = 16  # a record: two cache lines, so that a torn one would show
@@ -36,15 +35,15 @@ def _check_kernel(rows: Any, first: int, counters: Any) -> None:
         torn = 0
         for k in range(rows.shape[1]):
             torn |= rows[i, k] != number * 1_000_003 + k
-        fetch_add(counters, TORN, torn)
-        fetch_add(counters, FOREIGN, 1 if not torn and number != first + i else 0)
+        counters[TORN] += torn
+        counters[FOREIGN] += not torn and number != first + i
 
 
 @kernel
 def _note_seen_kernel(counters: Any, released: int) -> None:
     """Records up to `released` are consumed; going back means that one came again after release."""
     if released < counters[SEEN]:
-        fetch_add(counters, DOUBLED, 1)
+        counters[DOUBLED] += 1
     counters[SEEN] = released
 
 

@@ -1,11 +1,14 @@
-"""`zapex train`, its real roles killed at random times: what is lost or torn, how soon all is back.
+"""`zapex train`, its real roles killed at random times: losses, torn rows, seconds until all works.
 
-    python -m tests.stress.role_kills [--kills 30] [--seed 1] [--json FILE]
+    python -m tests.stress.role_kills [--kills 30] [--atari] [--seed 1] [--json FILE]
 
 Looks on from outside, through the memory that the run's parent holds. The memory is large enough
 that nothing is evicted, so that after every kill each chunk that was ever seen live must be there,
 bit for bit; each of its transitions must be what was played; and of each stream's life they must be
 all, from its first step on, without a gap and none twice.
+
+--atari: Breakout with the laptop's settings, and an evaluator. Its seconds are those of a real run,
+but its transitions do not say who made them: whole chunks are checked, and not their contents.
 """
 
 import argparse
@@ -22,14 +25,15 @@ from typing import Any
 
 import psutil
 
-from benchmarks._harness import add_json, percentiles
-from benchmarks.train_run import START_S, TrainRun
-from tests.fake_system import Moment
+from benchmarks.support.harness import add_json, evidence, percentiles
+from benchmarks.support.machine import Watch
+from benchmarks.train.whole_run import START_S, TrainRun
 from tests.stress.marked_env import check_row, game_of
-from zapex import environments
-from zapex.audit import ChunkAudit, attach
-from zapex.run import Run
-from zapex.schema import COUNT, LIVE, STATE
+from tests.support.fake_system import Moment
+from zapex.chunks.layout import COUNT, LIVE, STATE
+from zapex.envs import environments
+from zapex.run.audit import ChunkAudit, attach
+from zapex.run.run import Run
 
 ENV = "tests.stress.marked_env:marked"
 RUN = (
@@ -37,18 +41,25 @@ RUN = (
     " --learning-starts 500 --batch-size 32 --samples-per-insert 8 --eval-period-s 0"
     " --checkpoint-minutes 0.2 --max-frames 0 --max-minutes 0"
 )
-ROLES = ("actor 0", "actor 1", "replay", "learner")
+ATARI_ENV = "ALE/Breakout-v5"
+ATARI = (
+    "--preset laptop --actors 2 --envs-per-actor 4 --max-chunk-age-steps 64 --capacity 600k"
+    " --learning-starts 2k --samples-per-insert 8 --eval-period-s 5 --eval-episodes 1"
+    " --checkpoint-minutes 0.2 --max-frames 0 --max-minutes 0"
+)
+ROLES = ("actor 0", "actor 1", "replay", "learner", "evaluator")
 _SHORT_S = 10.5  # of the supervisor's ten: a death after that is followed by 0.1 s, not more
-_STUCK_S = 60.0
-_WORK = {"actor": "steps", "learner": "batches"}
+_STUCK_S = 180.0  # Atari on a crowded machine takes one
+_WORK = {"actor": "steps", "learner": "batches", "evaluator": "steps"}
 
 
 class Auditor(ChunkAudit):
     """All transitions of a run in which nothing is evicted, as they lie in its memory."""
 
-    def __init__(self, run: TrainRun) -> None:
+    def __init__(self, run: TrainRun, env: str) -> None:
         run.blocks()
-        self.run = Run(run.config, environments.check(ENV), run.path)
+        self.run = Run(run.config, environments.check(env), run.path)
+        self.contents = env == ENV
         host = attach(run.process.pid, self.run)
         assert host is not None
         self.host = host
@@ -67,6 +78,8 @@ class Auditor(ChunkAudit):
         return self.transitions
 
     def taken(self, slot: int) -> None:
+        if not self.contents:
+            return
         store, config = self.store, self.run.config.replay
         frames = store.column(slot, "obs")
         ends = [store.column(slot, name)[:, 0] for name in ("obs_frames", "next_obs_frames")]
@@ -98,6 +111,7 @@ class Nemesis:
     def __init__(self, run: TrainRun, auditor: Auditor, seed: int) -> None:
         self.run, self.auditor, self.host = run, auditor, auditor.host
         self.rng = random.Random(seed)
+        self.roles = [name for name, _ in auditor.run.processes]
         self.short: Counter[str] = Counter()
 
     def children(self) -> dict[str, psutil.Process]:
@@ -115,28 +129,30 @@ class Nemesis:
     def kill(self) -> tuple[str, dict[str, float]]:
         """Kill somebody at some time; who, and seconds until what was back."""
         time.sleep(self.rng.uniform(0.0, 3.0))
-        children = self.wait(lambda: c if len(c := self.children()) == len(ROLES) else None, "all")
+        children = self.wait(
+            lambda: c if len(c := self.children()) == len(self.roles) else None, "all"
+        )
         now = time.time()
         ages = {name: now - child.create_time() for name, child in children.items()}
-        may = [name for name in ROLES if ages[name] > _SHORT_S or self.short[name] < 2]
+        may = [name for name in self.roles if ages[name] > _SHORT_S or self.short[name] < 2]
         kinds = sorted({one.split()[0] for one in may})
         kind = self.rng.choice(kinds)
         name = self.rng.choice([one for one in may if one.startswith(kind)])
         self.short[name] = 0 if ages[name] > _SHORT_S else self.short[name] + 1
         role = name.split()[0]
-        life = self.host.life(name)
+        life = self.host.incarnation(name)
         block = self.run.blocks()[name]
         answers = self.host.ring("answers")
         began = time.monotonic()
         children[name].kill()
         times: dict[str, float] = {"lived_s": ages[name]}
-        self.wait(lambda: self.host.life(name) != life, f"death of {name}")
+        self.wait(lambda: self.host.incarnation(name) != life, f"death of {name}")
         times["seen_dead_s"] = time.monotonic() - began
         done = self.run.count(name, _WORK[role]) if role in _WORK else 0.0
         if role == "actor":
             self.wait(lambda: not self.auditor.granted(int(name.split()[1]), life), "slots back")
             times["slots_back_s"] = time.monotonic() - began
-        self.wait(lambda: self.host.life(name) > life, f"next life of {name}")
+        self.wait(lambda: self.host.incarnation(name) > life, f"next life of {name}")
         times["started_s"] = time.monotonic() - began
         if role == "replay":
             answered = answers.tail
@@ -150,13 +166,13 @@ class Nemesis:
             self.wait(lambda: self.run.count(name, "batches") > done, "learning again")
             times["learning_s"] = time.monotonic() - began
             times["learning_beside_loading_s"] = times["started_s"] + time.monotonic() - loaded
-        else:
+        else:  # an evaluator plays, too
             self.wait(lambda: self.run.count(name, "steps") > done, "playing again")
             times["playing_s"] = time.monotonic() - began
         return name, times
 
     def wait(self, ready: Callable[[], Any], what: str) -> Any:
-        """What `ready` returns, as soon as it is true; RuntimeError after a minute."""
+        """What `ready` returns, as soon as it is true; RuntimeError if it never is."""
         deadline = time.monotonic() + _STUCK_S
         while not (found := ready()):
             if time.monotonic() > deadline or self.run.process.poll() is not None:
@@ -169,14 +185,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Kill, look, tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--atari", action="store_true", help="Breakout, and an evaluator")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to this file")
     options = parser.parse_args(argv)
+    watch = Watch()
     times: dict[str, list[float]] = defaultdict(list)
     killed: Counter[str] = Counter()
-    with TrainRun(environments.check(ENV), RUN.split(), {"PYTHONPATH": str(Path.cwd())}) as run:
+    env, flags = (ATARI_ENV, ATARI) if options.atari else (ENV, RUN)
+    with TrainRun(environments.check(env), flags.split(), {"PYTHONPATH": str(Path.cwd())}) as run:
         run.wait_until(lambda: run.count("learner", "batches") > 0, START_S)
-        auditor = Auditor(run)
+        auditor = Auditor(run, env)
         nemesis = Nemesis(run, auditor, options.seed)
         for i in range(options.kills):
             name, found = nemesis.kill()
@@ -216,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(json.dumps(result, indent=1))
     if options.json:
-        add_json(options.json, "plane", "role_kills", result)
+        name = "role_kills_atari" if options.atari else "role_kills"
+        add_json(options.json, "plane", name, result, evidence(watch, None))
     return 0
 
 

@@ -1,4 +1,4 @@
-/* Falling asleep and waking of zapex/idle.py: no wake-up is lost, and a waker that dies after it
+/* Falling asleep and waking of zapex/machine/waiting.py: no wake-up is lost, and a waker that dies after it
  * published delays its waiter by no more than one sleep.
  *
  * spin -a sleep.pml && cc -DSAFETY -o pan pan.c && ./pan         no errors

@@ -142,7 +142,7 @@ def install(changes: Mapping[str, Sequence[Change]] | None = None) -> None:
     changes = changes or {}
     loaded = {name for name in sys.modules if name.startswith("zapex.")} - {"zapex.version"}
     assert not loaded, f"too late: {sorted(loaded)} are imported already"
-    from zapex import jit
+    from zapex.machine import jit
 
     _use_cache(jit, changes)
     _Loader.settings.update(step=_make_step(), changes=changes)
@@ -160,7 +160,7 @@ def _use_cache(jit: Any, changes: Mapping[str, Sequence[Change]]) -> None:
     plain.mkdir(mode=0o700, exist_ok=True)
     _forget_old(root, plain)
     jit.CACHE_DIRECTORY = plain
-    if any(b"zapex.jit" in _source(module).read_bytes() for module in changes):
+    if any(b"zapex.machine.jit" in _source(module).read_bytes() for module in changes):
         changed = root / f"{plain.name}-{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}"
         if not changed.exists():
             shutil.copytree(plain, changed)

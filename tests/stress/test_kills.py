@@ -1,4 +1,4 @@
-"""Killing either end of a ring, or a mailbox's writer, loses, doubles and tears nothing."""
+"""Killing either end of a ring, a mailbox's writer, or a run that saves loses and tears nothing."""
 
 import json
 import subprocess
@@ -46,3 +46,16 @@ def test_a_ring_survives_thousands_of_kills(seed: int) -> None:
 @pytest.mark.parametrize("kib", [1, 64, 1024, 13172])
 def test_a_mailbox_survives_hundreds_of_kills_of_its_writer(kib: int) -> None:
     check_mailbox(run("mailbox_kills", "--kills", 500, "--seed", kib, "--kib", kib))
+
+
+def test_a_training_that_is_killed_at_any_step_of_a_save_never_steps_back() -> None:
+    facts = run("checkpoint_kills", "--kills", 18, "--seed", 1)
+    assert min(facts["killed_at"].values()) == 3  # each of the six steps
+    assert facts["resumed"] >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_survives_hundreds_of_kills_at_the_steps_of_a_save(seed: int) -> None:
+    assert run("checkpoint_kills", "--kills", 600, "--seed", seed)["resumed"] >= 400

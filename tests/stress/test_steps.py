@@ -41,7 +41,7 @@ if sys.argv[1] == "with":
     steps.install()
 import numpy as np
 from zapex import shm_ring
-from zapex.batch import aligned_zeros
+from zapex.chunks.batch import aligned_zeros
 ring = shm_ring.ShmRing(aligned_zeros(4096), 4, np.int64, create=True)
 producer = ring.producer()
 words = memoryview(bytearray(8 * steps.WORDS)).cast("q")
@@ -51,7 +51,7 @@ signal.signal(signal.SIGUSR1, lambda *_: print("passed", ring.tail, words[steps.
 steps.order(words, "ring-committed", 2, signal.SIGUSR1)
 for _ in range(3):
     producer.try_offer(np.zeros(1, np.int64))
-(signature,) = shm_ring._offer_kernel.signatures
+(signature,) = shm_ring.offer_kernel.signatures
 import numba
 kernel = numba.njit(shm_ring._commit_kernel.py_func)  # from the cache it could not be looked at
 kernel.compile((signature[0], signature[1], numba.int64))

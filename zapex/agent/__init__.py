@@ -1,1 +1,4 @@
-"""The agent in pure torch: networks, the double DQN learner, acting and exploration."""
+"""The network, its loss and its exploration: everything that needs torch.
+
+Imports: errors, machine.
+"""

@@ -1,4 +1,4 @@
-"""Which layers a network has, as shapes: what its parameters take, known without torch."""
+"""The layers of a network as shapes, and the size of its parameters, without torch."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from zapex.errors import ConfigError
 
 NATURE_CHANNELS = 32  # of the first convolution (Mnih et al. 2015); the others have twice as many
-MIN_IMAGE_SIDE = 36  # below it the third convolution has nothing left to see
+MIN_IMAGE_SIDE = 36  # a smaller image leaves nothing for the third convolution
 
 
 class Layer(NamedTuple):
@@ -31,7 +31,7 @@ def trunk_layers(
     hidden: int | None = None,
     channels: int = NATURE_CHANNELS,
 ) -> list[Layer]:
-    """The layers up to both streams. Raises ConfigError where no network fits."""
+    """The layers up to both streams. Raises ConfigError if no network fits the observations."""
     if sees_images(shape, dtype):
         return _convolutions(shape, hidden or 512, channels)
     return _dense(shape, hidden or 128)
@@ -54,6 +54,23 @@ def parameter_count(
     trunk = trunk_layers(shape, dtype, hidden, channels)
     layers = [*trunk, *output_layers(trunk, num_actions)]
     return sum(math.prod(layer.weight) + layer.weight[0] for layer in layers)
+
+
+def state_shapes(
+    shape: tuple[int, ...],
+    dtype: np.dtype[np.generic] | type[np.generic],
+    num_actions: int,
+    hidden: int | None = None,
+    channels: int = NATURE_CHANNELS,
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a learner's state, by the names of `DQN.state_dict_tensors`."""
+    trunk = trunk_layers(shape, dtype, hidden, channels)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in [*trunk, *output_layers(trunk, num_actions)]:
+        for part in ("online", "target", "optimiser.mean", "optimiser.mean_square"):
+            shapes[f"{part}.{layer.name}.weight"] = layer.weight
+            shapes[f"{part}.{layer.name}.bias"] = layer.weight[:1]
+    return shapes
 
 
 def _convolutions(shape: tuple[int, ...], hidden: int, filters: int) -> list[Layer]:

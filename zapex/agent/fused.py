@@ -14,7 +14,7 @@ _OPS = torch.ops.mkldnn
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 AVAILABLE = bool(_HAS_ONEDNN) and hasattr(_OPS, "_convolution_pointwise")
 
-_SMALL = 1 << 16  # weights of a dense layer, below which one call costs more than it saves
+_SMALL = 1 << 16  # a dense layer with fewer weights loses more by the call than it gains
 
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
@@ -29,7 +29,7 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
 
 
 def packed(weight: Tensor, rows: int) -> Tensor:
-    """A dense layer's `weight`, laid out to multiply `rows` rows at a time; has no gradient."""
+    """A dense layer's `weight`, laid out to multiply `rows` rows at a time; without gradient."""
     if _pays(weight):
         weight = _OPS._reorder_linear_weight(weight.detach(), rows)
     return weight

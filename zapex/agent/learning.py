@@ -9,9 +9,8 @@ while True:
 """
 
 import contextlib
-import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,33 @@ from torch import Tensor
 
 from zapex.agent.networks import DuelingNetwork
 from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
-from zapex.errors import CheckpointError, ConfigError, ZapexError
+from zapex.errors import CheckpointError, Diverged
+from zapex.machine import heap
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _MMAPS = 1 << 16  # glibc's own default
+
+Enter = Callable[[str], object]
+"""Is told the phase of a step that begins: "forward", "backward" or "optimiser"."""
+FACTS = ("td_loss", "q_values", "td_error", "gradient_norm", "left_out")
+"""The facts about a step, by name. left_out: rows that were not learned from."""
+_STEP_COLUMNS = {
+    "action": torch.int64,
+    "reward": torch.float32,
+    "discount": torch.float32,
+    "weights": torch.float32,
+}
 
 
 class DQN:
-    """Online and target network, loss and optimiser; Ape-X's values where none are given.
+    """Online and target network, loss and optimiser; the defaults are Ape-X's values.
 
     `optimiser` is `rmsprop` (centred) or `adam`; `optimiser_eps` is added to its denominator.
     `loss` is `huber` (slope 1 beyond an error of 1) or `squared` (half the square), each times
     the importance weight, averaged over the batch. `max_grad_norm` 0 does not clip. The target
     becomes the online network after every `target_period` batches.
 
-    Make it in the thread that will call `learn`. On a CPU, making one also tells the process to
-    keep freed memory, and this thread to take numbers below 1e-38 for 0.
+    Create it in the thread that will call `learn`. On a CPU, this also makes the process keep freed
+    memory, and makes this thread treat numbers below 1e-38 as 0.
     """
 
     def __init__(
@@ -50,12 +60,6 @@ class DQN:
         max_grad_norm: float = 40.0,
         target_period: int = 2500,
     ) -> None:
-        if loss not in ("huber", "squared"):
-            raise ConfigError(f"loss must be huber or squared, got {loss!r}")
-        if target_period < 1:
-            raise ConfigError(f"target_period must be at least 1 batch, got {target_period}")
-        if not max_grad_norm >= 0.0:
-            raise ConfigError(f"max_grad_norm must be 0 (off) or more, got {max_grad_norm}")
         if network.device.type == "cpu":
             _prepare_this_thread()
         self.online = network
@@ -66,39 +70,64 @@ class DQN:
         self._target_period = target_period
         self.gradient = torch.zeros_like(network.flat)
         self._gradient_views = network.split(self.gradient)
-        self.optimiser = _optimiser(
-            optimiser, network.flat, self.gradient, lr, rmsprop_decay, optimiser_eps
+        flat = network.flat, self.gradient
+        self.optimiser: Optimiser = (
+            Adam(*flat, lr, optimiser_eps)
+            if optimiser == "adam"
+            else CentredRMSProp(*flat, lr, optimiser_eps, rmsprop_decay)
         )
 
     def learn(
-        self, batch: Any, enter: Callable[[str], object] = lambda phase: None
+        self, batch: Any, enter: Enter = lambda phase: None
     ) -> tuple[np.ndarray, dict[str, float]]:
         """One step on a batch: (TD errors, float32 [B], target minus prediction; metrics).
 
-        `enter` is told of the phases forward, backward and optimiser as they begin.
+        `enter` is called with "forward", "backward" and "optimiser" when each phase begins.
 
         `batch` has, as attributes or keys, numpy arrays or tensors: obs and next_obs
         [B, *obs_shape] (images are best in channels_last memory), action [B], and float32 reward,
         discount (0 where the episode ended) and weights [B]. The target is
         reward + discount * Q_target(next_obs, argmax_a Q_online(next_obs, a)).
-        Raises ZapexError, with the parameters unchanged, when the loss or its gradient is not
+        Raises Diverged, with the parameters unchanged, when the loss or its gradient is not
         finite.
         """
+        device = self.online.device
+        obs = _column(batch, "obs"), _column(batch, "next_obs")
+        columns = {name: _tensor(batch, name, device, kind) for name, kind in _STEP_COLUMNS.items()}
+        if device.type != "cpu":
+            seen, following = (torch.as_tensor(o).to(device, non_blocking=True) for o in obs)
+            out = torch.empty(self.results(len(columns["action"])), device=device)
+            self.step({**columns, "obs": seen, "next_obs": following}, out, enter)
+            if self.count():
+                self.renew_target()
+            return self.read(out.cpu().numpy())
         enter("forward")
-        online, device = self.online, self.online.device
-        obs = online.to_input(_column(batch, "obs"))
-        next_obs = online.to_input(_column(batch, "next_obs"))
-        action = _tensor(batch, "action", device, torch.int64)
-        reward = _tensor(batch, "reward", device, torch.float32)
-        discount = _tensor(batch, "discount", device, torch.float32)
-        weights = _tensor(batch, "weights", device, torch.float32)
+        td, q, loss = self._differentiate(obs, columns, enter)
+        enter("optimiser")
+        td_loss, norm = torch.stack((loss, torch.linalg.vector_norm(self.gradient))).tolist()
+        self._check(td_loss + norm)
+        clip = self._max_grad_norm
+        self.optimiser.step(clip / norm if 0.0 < clip < norm else 1.0)
+        self.online.refresh()
+        if self.count():
+            self.renew_target()
+        td_errors = td.numpy()
+        values = td_loss, float(q.mean()), float(np.abs(td_errors).mean()), norm, 0.0
+        return td_errors, dict(zip(FACTS, values, strict=True))
 
+    def _differentiate(
+        self, obs: Sequence[Any], columns: Mapping[str, Tensor], enter: Enter
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """TD errors (B,), predictions (B,) and the loss; the loss's derivative is in `gradient`."""
+        online = self.online
+        seen, following = (online.to_input(each) for each in obs)
+        action, weights = columns["action"], columns["weights"]
         self.target.pack(len(action))
         with torch.no_grad():
-            greedy = online(next_obs).argmax(1, keepdim=True)
-            bootstrap = self.target(next_obs).gather(1, greedy).squeeze(1)
-            target = reward + discount * bootstrap
-        q = online(obs).gather(1, action.unsqueeze(1)).squeeze(1)
+            greedy = online(following).argmax(1, keepdim=True)
+            bootstrap = self.target(following).gather(1, greedy).squeeze(1)
+            target = columns["reward"] + columns["discount"] * bootstrap
+        q = online(seen).gather(1, action.unsqueeze(1)).squeeze(1)
         with torch.no_grad():
             td = target - q
             slope = td.clamp(-1.0, 1.0) if self._loss == "huber" else td
@@ -107,26 +136,77 @@ class DQN:
         pull = weights * slope / -len(td)  # the loss's derivative by q
         gradients = torch.autograd.grad(q, list(online.leaves.values()), pull)
         online.gather_gradients(gradients, self._gradient_views)
+        return td, q.detach(), loss
+
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        out: Tensor,
+        enter: Enter = lambda phase: None,
+        largest: float | None = None,
+    ) -> None:
+        """`learn`, of tensors on the network's device, without waiting for the device.
+
+        It always queues the same work, so that the work can be recorded and repeated; the caller
+        then calls `count`. If the loss or its gradient is not finite, nothing changes but `out`.
+
+        Args:
+            batch: as for `learn`.
+            out: float32 [`results(B)`], for `read`.
+            enter: as for `learn`.
+            largest: rows with a number that is larger, or not finite, are left out: their TD errors
+                are 0. None: no row is.
+        """
+        enter("forward")
+        columns = {name: batch[name] for name in _STEP_COLUMNS}
+        columns["action"] = columns["action"].long()
+        obs = [batch["obs"], batch["next_obs"]]
+        left_out = torch.zeros_like(columns["weights"], dtype=torch.bool)
+        if largest is not None:
+            numbers = [t for t in (*obs, *columns.values()) if t.is_floating_point()]
+            # A comparison with NaN is false.
+            sizes = [t.abs().flatten(1).amax(1) if t.ndim > 1 else t.abs() for t in numbers]
+            left_out = ~(torch.stack(sizes).amax(0) <= largest)
+            obs = [_without(left_out, each) for each in obs]
+            columns = {name: _without(left_out, column) for name, column in columns.items()}
+        td, q, loss = self._differentiate(obs, columns, enter)
         enter("optimiser")
-        td_loss, norm = torch.stack((loss, torch.linalg.vector_norm(self.gradient))).tolist()
-        if not math.isfinite(td_loss + norm):
-            raise ZapexError(
+        norm = torch.linalg.vector_norm(self.gradient)
+        clip = self._max_grad_norm or math.inf
+        is_finite = torch.isfinite(loss + norm)
+        self.optimiser.step_queued((clip / norm).clamp_max(1.0), is_finite)
+        self.online.refresh()
+        td = td.masked_fill(left_out, 0.0)
+        facts = torch.stack((loss, q.mean(), td.abs().mean(), norm, left_out.sum().float()))
+        out.copy_(torch.cat((td, facts)))
+
+    def count(self) -> bool:
+        """Count a step that was made or queued. Returns whether the target is to be renewed now."""
+        self.batches += 1
+        return self.batches % self._target_period == 0
+
+    def renew_target(self) -> None:
+        """Make the target network the online network."""
+        self.target.load_flat(self.online.flat)
+
+    @staticmethod
+    def results(batch_size: int) -> int:
+        """How many numbers a step returns."""
+        return batch_size + len(FACTS)
+
+    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+        """What `learn` returns, from the numbers of `step`. Raises Diverged, as `learn`."""
+        td_errors, values = numbers[: -len(FACTS)], numbers[-len(FACTS) :].tolist()
+        facts = dict(zip(FACTS, values, strict=True))
+        self._check(facts["td_loss"] + facts["gradient_norm"])
+        return td_errors, facts
+
+    def _check(self, number: float) -> None:
+        if not math.isfinite(number):
+            raise Diverged(
                 f"the loss or its gradient is not finite after {self.batches} batches: lower lr, "
                 "or look for infinite rewards or observations"
             )
-        clip = self._max_grad_norm
-        self.optimiser.step(clip / norm if 0.0 < clip < norm else 1.0)
-        online.refresh()
-        self.batches += 1
-        if self.batches % self._target_period == 0:
-            self.target.load_flat(online.flat)
-        td_errors = td.cpu().numpy()
-        return td_errors, {
-            "td_loss": td_loss,
-            "q_values": float(q.detach().mean()),
-            "td_error": float(np.abs(td_errors).mean()),
-            "gradient_norm": norm,
-        }
 
     def flat_parameters(self) -> np.ndarray:
         """The online parameters, float32 [n]: on a CPU the live memory itself, else a copy."""
@@ -134,7 +214,7 @@ class DQN:
         return flat
 
     def state_dict_tensors(self) -> dict[str, Tensor]:
-        """Everything that `load_state` wants, by name; with `counters` it resumes bit for bit."""
+        """All tensors of a state by name; with `counters` training resumes bit for bit."""
         tensors = {f"online.{name}": view for name, view in self.online.views.items()}
         tensors |= {f"target.{name}": view for name, view in self.target.views.items()}
         for key, flat in self.optimiser.state.items():
@@ -147,18 +227,15 @@ class DQN:
         return {"batches": self.batches, "optimiser_steps": self.optimiser.steps}
 
     def load_state(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
-        """Go on from a state; CheckpointError, and nothing changed, where it does not fit."""
+        """Continue from a state. Raises CheckpointError, changing nothing, if it does not fit."""
         own = self.state_dict_tensors()
-        missing, unknown = own.keys() - tensors.keys(), tensors.keys() - own.keys()
-        if missing or unknown:
-            raise CheckpointError(
-                f"the checkpoint is of another agent: it lacks {sorted(missing)} "
-                f"and has unknown {sorted(unknown)}"
-            )
+        found, needed = (
+            {name: tuple(t.shape) for name, t in some.items()} for some in (tensors, own)
+        )
         wrong = [
-            f"{name} is {tuple(tensors[name].shape)}, here {tuple(view.shape)}"
-            for name, view in own.items()
-            if tuple(tensors[name].shape) != tuple(view.shape)
+            f"{name} is {found.get(name, 'missing')}, here {needed.get(name, 'unknown')}"
+            for name in sorted(found.keys() | needed.keys())
+            if found.get(name) != needed.get(name)
         ]
         if wrong:
             raise CheckpointError(f"the checkpoint is of another network: {'; '.join(wrong)}")
@@ -174,51 +251,50 @@ class DQN:
         self.optimiser.steps = int(counters["optimiser_steps"])
 
 
+class _Heap:
+    """What this process has told malloc, which cannot be asked."""
+
+    keeps = False  # all freed memory
+
+
+_heap = _Heap()
+
+
 def _prepare_this_thread() -> None:
-    """Spare each batch the page faults, and the slow arithmetic near 0 of units that died."""
+    """Avoid page faults in each batch, and the slow arithmetic of denormal numbers."""
     torch.set_flush_denormal(True)
-    # Activations of tens of MB are made and freed in each batch; by default glibc gives them back
-    # to the system every time, and a sixth of the time goes into getting them again.
-    _mallopt(_M_MMAP_MAX, 0)
-    _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def _mallopt(parameter: int, value: int) -> None:
-    """Where the C library is glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(parameter, value)
+    # Each batch allocates and frees activations of tens of MB. By default glibc returns them to
+    # the system every time, and getting them again takes a sixth of the time.
+    heap.set_option(heap.M_MMAP_MAX, 0)
+    heap.set_option(heap.M_TRIM_THRESHOLD, 2**31 - 1)
+    _heap.keeps = True
 
 
 @contextlib.contextmanager
 def memory_given_back() -> Iterator[None]:
-    """Large blocks that are allocated in here come from the system, and go back to it whole.
+    """Within this context large blocks come from the system, and return to it whole.
 
-    The heap keeps everything once a DQN is made on a CPU. A checkpoint's copies would now and then
-    find no hole in it that is large enough, and a run of days would grow.
+    Once a DQN exists on a CPU, the heap keeps everything. Without this, a checkpoint's copies would
+    now and then find no free block that is large enough, and a run of days would grow. In a process
+    without one, glibc does so already, and nothing is changed.
     """
-    _mallopt(_M_MMAP_MAX, _MMAPS)
+    kept = _heap.keeps
+    if kept:
+        heap.set_option(heap.M_MMAP_MAX, _MMAPS)
     try:
         yield
     finally:
-        _mallopt(_M_MMAP_MAX, 0)
-
-
-def _optimiser(
-    name: str, parameters: Tensor, gradient: Tensor, lr: float, decay: float, eps: float
-) -> Optimiser:
-    for what, value in (("lr", lr), ("optimiser_eps", eps)):
-        if not value > 0.0:
-            raise ConfigError(f"{what} must be above 0, got {value}")
-    if name == "rmsprop":
-        return CentredRMSProp(parameters, gradient, lr, decay=decay, eps=eps)
-    if name == "adam":
-        return Adam(parameters, gradient, lr, eps=eps)
-    raise ConfigError(f"optimiser must be rmsprop or adam, got {name!r}")
+        if kept:
+            heap.set_option(heap.M_MMAP_MAX, 0)
 
 
 def _column(batch: Any, name: str) -> Any:
     return batch[name] if isinstance(batch, Mapping) else getattr(batch, name)
+
+
+def _without(rows: Tensor, column: Tensor) -> Tensor:
+    """The column with 0 in these rows (bool [B])."""
+    return column.masked_fill(rows.view(-1, *[1] * (column.ndim - 1)), 0)
 
 
 def _tensor(batch: Any, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -6,10 +6,10 @@
 The value and the advantage stream see the same features, so they are one matrix product of
 2 x `hidden` units: Q(s, a) = V(s) + A(s, a) - mean over a' of A(s, a')  (Wang et al. 2016, eq. 9).
 
-All parameters lie one after another in `flat`: publishing, clipping and the optimiser each pass
-over one array. What computes is a copy of the trunk in `dtype` (the parameters themselves where
-that is float32), renewed by `refresh()`; the output layers are float32 always, because bfloat16
-would quantise the TD errors.
+All parameters are one after another in `flat`: publishing, clipping and the optimiser each pass
+over one array. The forward pass uses a copy of the trunk in `dtype` (or the parameters themselves
+if that is float32); `refresh()` renews the copy. The output layers are always float32, because
+bfloat16 would quantise the TD errors.
 """
 
 import math
@@ -31,6 +31,7 @@ from zapex.agent.architecture import (
     trunk_layers,
 )
 from zapex.errors import ConfigError
+from zapex.machine.resources import cpu_multiplies_bfloat16
 
 
 def build(
@@ -46,17 +47,13 @@ def build(
 ) -> "DuelingNetwork":
     """The network for one observation (`obs_shape` without the batch axis) and `num_actions`.
 
-    `hidden` is the units of each stream: 512 for images and 128 for vectors unless said.
+    `hidden` is the units of each stream; the default is 512 for images and 128 for vectors.
     `channels` is the filters of the first convolution; the others have twice as many.
-    `precision` is of an image network's trunk: `float32`, `bfloat16`, or `auto`, which is bfloat16
-    where the hardware multiplies it faster. `device` is `cpu`, `cuda`, or `auto`: cuda where there
-    is one. Raises ConfigError where no network fits.
+    `precision` of an image network's trunk is `float32`, `bfloat16`, or `auto`: bfloat16 if the
+    hardware multiplies it faster. `device` is `cpu`, `cuda`, or `auto`: cuda if there is one.
+    Raises ConfigError if no network fits the observations.
     """
     shape = tuple(int(n) for n in obs_shape)
-    if num_actions < 1:
-        raise ConfigError(f"num_actions must be at least 1, got {num_actions}")
-    if hidden is not None and hidden < 1:
-        raise ConfigError(f"hidden must be at least 1, got {hidden}")
     is_image = sees_images(shape, obs_dtype)
     trunk = trunk_layers(shape, obs_dtype, hidden, channels)
     place = _device(device)
@@ -81,26 +78,16 @@ def _dtype(precision: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = _cpu_multiplies_bfloat16()
+        fast = cpu_multiplies_bfloat16()
     return torch.bfloat16 if fast else torch.float32
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """By the CPU's flags, not by trying: the same machine then always computes the same bits."""
-    try:
-        with open("/proc/cpuinfo") as cpuinfo:
-            flags = next((line.split() for line in cpuinfo if line.startswith("flags")), [])
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 class DuelingNetwork:
     """Q values of a batch of observations; see the module's docstring.
 
-    `views` are the named parameters, each a view of `flat`. `leaves` are the tensors that compute,
-    in the same order; gradients are taken with respect to them, and `gather_gradients` turns those
-    into the gradient of `flat`.
+    `views` are the named parameters, each a view of `flat`. `leaves` are the tensors of the forward
+    pass, in the same order. Gradients are taken with respect to them; `gather_gradients` copies
+    these into the gradient of `flat`.
     """
 
     def __init__(
@@ -133,7 +120,7 @@ class DuelingNetwork:
 
     def _bind(self, flat: Tensor) -> None:
         self.flat = flat
-        self._packed = flat  # stands for nothing while _packed_rows is 0
+        self._packed = flat  # unused while _packed_rows is 0
         self._packed_rows = 0
         self.views = self.split(self.flat)
         self.leaves = {name: self._leaf(name, view) for name, view in self.views.items()}
@@ -150,7 +137,7 @@ class DuelingNetwork:
         return torch.cat(parts)
 
     def copy(self) -> "DuelingNetwork":
-        """The same network over memory of its own."""
+        """A copy of the network with separate memory."""
         twin = object.__new__(DuelingNetwork)
         twin.__dict__.update(self.__dict__)
         twin._bind(self.flat.clone())
@@ -165,7 +152,7 @@ class DuelingNetwork:
                     f"the parameters must be {4 * self.num_parameters} bytes, got {size}"
                 )
             with warnings.catch_warnings():
-                # The buffer may be read-only; it is only read.
+                # A read-only buffer is fine: it is only read.
                 warnings.simplefilter("ignore", UserWarning)
                 parameters = torch.frombuffer(parameters, dtype=torch.float32)
         self.flat.copy_(parameters)
@@ -182,28 +169,32 @@ class DuelingNetwork:
         return views
 
     def _leaf(self, name: str, view: Tensor) -> Tensor:
-        if name.startswith(("value", "advantage")):
-            leaf = view
-        elif self.dtype != torch.float32 or (self._input_scale != 1.0 and name == "conv1.weight"):
+        if self._is_copied(name):
             form = torch.channels_last if view.ndim == 4 else torch.contiguous_format
             leaf = torch.empty_like(view, dtype=self.dtype, memory_format=form)
         else:
             leaf = view
         return leaf.detach().requires_grad_()
 
+    def _is_copied(self, name: str) -> bool:
+        """Whether the forward pass uses a copy of a parameter."""
+        if name.startswith(("value", "advantage")):
+            return False
+        return self.dtype != torch.float32 or (self._input_scale != 1.0 and name == "conv1.weight")
+
     def refresh(self) -> None:
-        """Renew what computes, after `flat` was changed."""
+        """Renew the copies of the forward pass after `flat` was changed."""
         self._packed_rows = 0
         with torch.no_grad():
             for name, view in self.views.items():
                 leaf = self.leaves[name]
                 if name == "conv1.weight":
                     leaf.copy_(view * self._input_scale)
-                elif leaf.data_ptr() != view.data_ptr():
+                elif self._is_copied(name):
                     leaf.copy_(view)
 
     def pack(self, rows: int) -> None:
-        """Prepare for batches of `rows` without gradients: pays where a network is used often."""
+        """Prepare for batches of `rows` without gradients, if the network is used often."""
         if self._packed_rows != rows:
             self._packed = fused.packed(self.leaves["streams.weight"], rows)
             self._packed_rows = rows
@@ -225,7 +216,7 @@ class DuelingNetwork:
             )
         tensor = tensor.to(self.device, non_blocking=True)
         if self._is_image:
-            # Bytes first: to move them when they are floats would move more.
+            # Rearrange bytes before they become floats, which are four times as large.
             return pixels.channels_last(tensor).to(self.dtype)
         return tensor.reshape(len(tensor), -1).to(self.dtype)
 
@@ -239,7 +230,7 @@ class DuelingNetwork:
             if layer.name == "streams" and use_packed:
                 weight = self._packed
             if x.ndim == 4 and not layer.stride:
-                # Features in (height, width, channel) order: as they lie in memory.
+                # Features in (height, width, channel) order, which is their order in memory.
                 x = x.permute(0, 2, 3, 1).flatten(1)
             x = fused.layer(x, weight, bias, layer.stride)
         x = x.float()

@@ -1,7 +1,7 @@
 """Optimisers that change one flat parameter tensor in one pass.
 
-On a CPU a step is one loop over the parameters; as tensor operations it would be some eight, each
-of them through memory. A GPU has the bandwidth, and there it is those eight.
+On a CPU a step is one loop over the parameters. Tensor operations would need about eight passes
+through memory. A GPU has the bandwidth for these eight, so they are used there.
 """
 
 import math
@@ -11,44 +11,63 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zapex.jit import kernel
+from zapex.machine.jit import kernel
 
 FloatArray = npt.NDArray[np.float32]
 
 _ZERO = np.float32(0)
+_BETA1, _BETA2 = 0.9, 0.999
 
 
 class Optimiser:
     """Running means of the gradient and of its square; `parameters` and `gradient` are flat."""
 
-    def __init__(self, parameters: Tensor, gradient: Tensor, lr: float) -> None:
-        self.lr = lr
-        self.steps = 0
+    def __init__(self, parameters: Tensor, gradient: Tensor, lr: float, eps: float) -> None:
+        self.lr, self.eps = lr, eps
         self.parameters, self.gradient = parameters, gradient
         self.mean, self.mean_square = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        # On the device, because a step that changes nothing is not counted.
+        self._steps = torch.zeros((), dtype=torch.float64, device=parameters.device)
         self._arrays: tuple[FloatArray, ...] = ()
         if parameters.device.type == "cpu":
             operands = (parameters, gradient, self.mean, self.mean_square)
             self._arrays = tuple(t.numpy() for t in operands)
 
     @property
+    def steps(self) -> int:
+        """Steps so far. This waits for the device."""
+        return int(self._steps)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps.fill_(steps)
+
+    @property
     def state(self) -> dict[str, Tensor]:
-        """What the next step depends on, apart from `steps`."""
+        """The state of the next step, apart from `steps`."""
         return {"mean": self.mean, "mean_square": self.mean_square}
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """Change the parameters by one step for `scale` x the gradient."""
-        self.steps += 1
-        if self._arrays:
-            self._step_arrays(np.float32(scale))
-        else:
-            self._step_tensors(self.gradient * scale)
+        """Change the parameters, on a CPU, by one step for `scale` x the gradient."""
+        self._steps += 1
+        self._step_arrays(np.float32(scale))
+
+    @torch.no_grad()
+    def step_queued(self, scale: Tensor, wanted: Tensor) -> None:
+        """The same with tensor operations, on any device, without waiting for it.
+
+        scale: float32 []. wanted: bool []; if it is false, nothing changes, whatever the gradient.
+        """
+        self._steps += wanted
+        # Not `where`: it would copy its number from the host, and wait for that.
+        gradient = (self.gradient * scale).masked_fill_(~wanted, 0.0)
+        self._step_tensors(gradient, wanted.to(gradient.dtype))
 
     def _step_arrays(self, scale: np.float32) -> None:
         raise NotImplementedError
 
-    def _step_tensors(self, gradient: Tensor) -> None:
+    def _step_tensors(self, gradient: Tensor, wanted: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -56,23 +75,17 @@ class CentredRMSProp(Optimiser):
     """lr g / sqrt(E[g^2] - E[g]^2 + eps): Mnih et al. 2015; Ape-X (Horgan et al. 2018), C."""
 
     def __init__(
-        self,
-        parameters: Tensor,
-        gradient: Tensor,
-        lr: float,
-        *,
-        decay: float = 0.95,
-        eps: float = 1.5e-7,
+        self, parameters: Tensor, gradient: Tensor, lr: float, eps: float, decay: float
     ) -> None:
-        super().__init__(parameters, gradient, lr)
-        self.decay, self.eps = decay, eps
+        super().__init__(parameters, gradient, lr, eps)
+        self.decay = decay
 
     def _step_arrays(self, scale: np.float32) -> None:
         lr, new, eps = np.float32(self.lr), np.float32(1.0 - self.decay), np.float32(self.eps)
         _rmsprop_kernel(self._arrays, scale, lr, new, eps)
 
-    def _step_tensors(self, gradient: Tensor) -> None:
-        new = 1.0 - self.decay
+    def _step_tensors(self, gradient: Tensor, wanted: Tensor) -> None:
+        new = (1.0 - self.decay) * wanted
         self.mean.lerp_(gradient, new)
         self.mean_square.lerp_(gradient * gradient, new)
         # Rounding can leave the variance a little below zero.
@@ -81,39 +94,27 @@ class CentredRMSProp(Optimiser):
 
 
 class Adam(Optimiser):
-    """Kingma and Ba 2015, algorithm 1 in the order of its section 2."""
-
-    def __init__(
-        self,
-        parameters: Tensor,
-        gradient: Tensor,
-        lr: float,
-        *,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(parameters, gradient, lr)
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
-
-    def _rate_and_eps(self) -> tuple[float, float]:
-        """The step size and the eps that also undo the means' start at 0."""
-        root = math.sqrt(1.0 - self.beta2**self.steps)
-        return self.lr * root / (1.0 - self.beta1**self.steps), self.eps * root
+    """Kingma and Ba 2015, algorithm 1 in the order of its section 2, with its betas."""
 
     def _step_arrays(self, scale: np.float32) -> None:
-        rate, eps = self._rate_and_eps()
-        new1, new2 = np.float32(1.0 - self.beta1), np.float32(1.0 - self.beta2)
+        steps = self.steps
+        # The correction for means that start at 0.
+        root = math.sqrt(1.0 - _BETA2**steps)
+        rate, eps = self.lr * root / (1.0 - _BETA1**steps), self.eps * root
+        new1, new2 = np.float32(1.0 - _BETA1), np.float32(1.0 - _BETA2)
         _adam_kernel(self._arrays, scale, np.float32(rate), new1, new2, np.float32(eps))
 
-    def _step_tensors(self, gradient: Tensor) -> None:
-        rate, eps = self._rate_and_eps()
-        self.mean.lerp_(gradient, 1.0 - self.beta1)
-        self.mean_square.lerp_(gradient * gradient, 1.0 - self.beta2)
-        self.parameters.addcdiv_(self.mean, self.mean_square.sqrt().add_(eps), value=-rate)
+    def _step_tensors(self, gradient: Tensor, wanted: Tensor) -> None:
+        steps = self._steps.clamp_min(1.0)  # 0 if the first step is not wanted
+        root = (1.0 - _BETA2**steps).sqrt()
+        rate = (self.lr * root / (1.0 - _BETA1**steps)).float() * wanted
+        self.mean.lerp_(gradient, (1.0 - _BETA1) * wanted)
+        self.mean_square.lerp_(gradient * gradient, (1.0 - _BETA2) * wanted)
+        divisor = self.mean_square.sqrt().add_((self.eps * root).float())
+        self.parameters.sub_(self.mean * rate / divisor)
 
 
-# np.divide, because Numba's / checks for zero, and a loop with checks does not become vector code.
+# np.divide: Numba's / checks for zero, and LLVM does not vectorise a loop with checks.
 
 
 @kernel

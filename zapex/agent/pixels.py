@@ -1,11 +1,11 @@
-"""Stacked frames laid out pixel by pixel, as convolutions read them fastest."""
+"""Stacked frames laid out pixel by pixel, the order that convolutions read fastest."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zapex.jit import kernel
+from zapex.machine.jit import kernel
 
 _STACK = 4
 
@@ -25,7 +25,7 @@ def channels_last(frames: Tensor) -> Tensor:
 
 @kernel
 def _interleave_kernel(frames: npt.NDArray[np.uint8], pixels: npt.NDArray[np.uint32]) -> None:
-    """frames (B, 4, pixels), pixels (B, pixels): whole words, so that it becomes vector code."""
+    """frames (B, 4, pixels), pixels (B, pixels): whole words, so that LLVM vectorises it."""
     for row in range(frames.shape[0]):
         first, second, third, fourth = (
             frames[row, 0],

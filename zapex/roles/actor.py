@@ -1,24 +1,23 @@
-"""The actor: plays all its streams in lockstep and hands their experience over in chunks."""
+"""The actor: plays its streams in lockstep and commits their experience in chunks."""
 
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.agent.exploration import epsilon_greedy
-from zapex.agent.policy import Policy
-from zapex.metrics import EPISODE, RoleMetrics
-from zapex.nstep import CUT, END, ChunkBuilder
-from zapex.streams import Step, Streams
+from zapex.agent.policy import Policy, epsilon_greedy
+from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.envs.streams import Step, Streams
+from zapex.host.metrics import EPISODE, RoleMetrics
 from zapex.transport import ExperienceSink, ParameterSource
 
 
 class Actor:
     """One step of every stream is one duty cycle.
 
-    The forward pass that chooses the next actions also gives max Q(s'), which completes the initial
-    priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end there: no second one
-    is needed (Horgan et al. 2018, appendix).
+    The forward pass that chooses the next actions also gives max Q(s'). That completes the initial
+    priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end at s', so a second
+    pass is not needed (Horgan et al. 2018, appendix).
 
     epsilons: float64 (S,). param_steps: steps between two pulls of parameters. report: takes
     finished episodes (dtype EPISODE).
@@ -51,19 +50,20 @@ class Actor:
         self._version = 0
         self._steps_to_pull = 0
         self._q: NDArray[np.float32] | None = None  # of the streams' newest observations
-        self._unfinished: Callable[[], int] | None = None  # a step that ran out of slots
+        # The unfinished calls of a step: the first one waits for slots.
+        self._left: list[Callable[[], int]] = []
         shape = streams.num_streams
         self._everyone = np.ones(shape, np.bool_)
         self._flags = np.zeros(shape, np.int64)
         metrics.enter("other")
 
     def do_work(self) -> int:
-        """One step, or what is missing of one; 0 while there are no parameters or no credit."""
+        """One step, or the rest of one. Returns 0 while there are no parameters or no credit."""
         self._pull()
         if not self._version:
             self._metrics.enter("wait")
             return 0
-        if self._unfinished is not None and not self._finish(self._unfinished):
+        if not self._finish():
             return 0
         if self._q is None:
             obs = self._streams.reset()
@@ -73,12 +73,12 @@ class Actor:
         return self._streams.num_streams
 
     def ready(self) -> bool:
-        """Slots or first parameters may have come: for `wait(ready, timeout_s)`."""
+        """Whether slots or first parameters may have come: for `wait(ready, timeout_s)`."""
         return self._sink.ready() if self._version else self._parameters.version > 0
 
     def close(self) -> None:
-        """Hand over what is half a chunk, and stop."""
-        if self._unfinished is None:
+        """Commit unfinished chunks, and stop."""
+        if not self._left:
             self._builder.flush()
             self._sink.commit(self._builder.take_closed())
         self._metrics.leave()
@@ -127,48 +127,30 @@ class Actor:
         def begin() -> int:
             return self._builder.begin(step.started, {"obs": step.obs})
 
-        if not begun:
-            self._finish(add)
-        elif self._finish(add):
-            self._finish(begin)
-        else:
-            # Out of slots in the middle of a step that also begins episodes: both stay to be done.
-            self._unfinished = self._chain(add, begin)
+        self._finish(add, *([begin] if begun else []))
 
-    def _chain(self, add: Callable[[], int], begin: Callable[[], int]) -> Callable[[], int]:
-        added = False
-
-        def both() -> int:
-            nonlocal added
-            if not added:
-                done = add()
-                if done < self._streams.num_streams:
-                    return done
-                added = True
-            return begin()
-
-        return both
-
-    def _finish(self, call: Callable[[], int]) -> bool:
-        """Let the builder do `call` as far as the slots go; True when all of it is done."""
+    def _finish(self, *calls: Callable[[], int]) -> bool:
+        """Make the unfinished calls of the builder, then `calls`. Returns whether all are done."""
         builder, sink = self._builder, self._sink
-        while True:
-            done = call() == self._streams.num_streams
+        waited = bool(self._left)
+        self._left += calls
+        while self._left:
+            done = self._left[0]() == self._streams.num_streams
             closed = builder.take_closed()
             if len(closed):
                 sink.commit(closed)
                 self._metrics.add("chunks", len(closed))
             if done:
-                self._unfinished = None
-                return True
+                self._left.pop(0)
+                continue
             slots = sink.try_claim()
             if slots is None:
-                if self._unfinished is None:
+                if not waited:
                     self._metrics.add("credit_waits")
-                self._unfinished = call
                 self._metrics.enter("wait")
                 return False
             builder.provide(slots)
+        return True
 
     def _count(self, step: Step) -> None:
         metrics, streams = self._metrics, self._streams

@@ -1,7 +1,7 @@
-"""How well a policy plays: the mean return of whole games, nearly greedy.
+"""How well a policy plays: the mean return of whole games, with a small epsilon.
 
-Every stream plays a share of the episodes fixed beforehand, its first ones. To take the first that
-end anywhere would count short games more often than long ones.
+Every stream plays a fixed share of the episodes: its first ones. The first episodes that end in any
+stream would be a biased sample: short games would count more often than long ones.
 """
 
 import time
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex.agent.policy import Policy
-from zapex.environments import EnvironmentSpec
+from zapex.agent.policy import Policy, epsilon_greedy
+from zapex.envs.environments import EnvironmentSpec
+from zapex.envs.games import Games
+from zapex.envs.streams import Episode, Streams, make
+from zapex.envs.video import Mp4Writer
 from zapex.errors import ConfigError
-from zapex.metrics import RoleMetrics
-from zapex.report import Games
-from zapex.streams import Episode, Streams, make
+from zapex.host.metrics import RoleMetrics
 from zapex.transport import ParameterSource
-from zapex.video import Mp4Writer
 
 QValues = Callable[[NDArray[Any]], ArrayLike]
 """Observations (S, *observation_shape) -> Q values (S, num_actions)."""
@@ -32,7 +32,7 @@ MAX_STREAMS = 100
 
 @dataclass(frozen=True)
 class EvalResult(Games):
-    """Returns in the order of streams; frames and seconds are of all."""
+    """Returns in the order of streams; frames and seconds are totals."""
 
     steps: int
     frames: int
@@ -43,7 +43,7 @@ class EvalResult(Games):
         return {"mean": self.mean, "std": self.std, "episodes": len(self.returns), **asdict(self)}
 
 
-class Evaluation:
+class RunningEvaluation:
     """Episodes of one policy, a step at a time.
 
         evaluation = Evaluation(q_values, streams, episodes=10, seed=1)
@@ -51,8 +51,8 @@ class Evaluation:
             evaluation.do_work()
         evaluation.result().mean
 
-    It resets the streams. The random actions keep a greedy policy from standing still forever; the
-    streams' limit on an episode's frames ends what still does not end.
+    It resets the streams. With some random actions a greedy policy does not repeat one state for
+    ever. The streams' limit on an episode's frames ends an episode that does not end otherwise.
     """
 
     def __init__(
@@ -84,14 +84,12 @@ class Evaluation:
         return not self._missing.any()
 
     def do_work(self) -> int:
-        """One step in every stream. Returns how many of them were steps of the evaluation."""
+        """One step in every stream. Returns how many of these were steps of the evaluation."""
         playing = self._missing > 0
         if not playing.any():
             return 0
-        actions = np.asarray(self._q_values(self._obs)).argmax(axis=1).astype(np.int64)
-        at_random = self._rng.random(len(actions)) < self._epsilon
-        random_actions = self._rng.integers(self._streams.spec.num_actions, size=len(actions))
-        step = self._streams.step(np.where(at_random, random_actions, actions))
+        q = np.asarray(self._q_values(self._obs))
+        step = self._streams.step(epsilon_greedy(q, self._epsilon, self._rng))
         self._obs = step.obs
         for episode in self._streams.finished:
             if self._missing[episode.stream]:
@@ -100,7 +98,7 @@ class Evaluation:
         return int((playing & ~step.started).sum())
 
     def result(self) -> EvalResult:
-        """What came out, once `done`."""
+        """The result, once `done`."""
         assert self.done, f"{self._missing.sum()} episodes are still to be played"
         episodes = sorted(self._episodes, key=lambda episode: episode.stream)
         return EvalResult(
@@ -124,8 +122,7 @@ def evaluate(
 ) -> EvalResult:
     """Play `episodes` games, each cut at 108,000 frames (27,000 steps on ALE).
 
-    video: an mp4 that shows these very games as a player would see them; they are then played one
-    after the other.
+    video: an mp4 of these games as a player sees them; they are then played one after the other.
 
     Raises:
         ConfigError: a number out of range, a game that cannot be filmed, or a missing encoder (the
@@ -141,25 +138,22 @@ def evaluate(
             film=video is not None,
         )
         stack.callback(streams.close)
-        evaluation = Evaluation(q_values, streams, episodes, seed=seed, epsilon=epsilon)
-        if video is None:
-            while not evaluation.done:
-                evaluation.do_work()
-        else:
-            mp4 = stack.enter_context(Mp4Writer(video, streams.screens_per_s))
-            while not evaluation.done:
+        evaluation = RunningEvaluation(q_values, streams, episodes, seed=seed, epsilon=epsilon)
+        mp4 = stack.enter_context(Mp4Writer(video, streams.screens_per_s)) if video else None
+        while True:
+            if mp4 is not None:
                 for frame in streams.screens:
                     mp4.add(frame)
-                evaluation.do_work()
-            for frame in streams.screens:
-                mp4.add(frame)
-        return evaluation.result()
+            if evaluation.done:
+                return evaluation.result()
+            evaluation.do_work()
 
 
 class Evaluator:
     """The role: an evaluation of the newest parameters every `period_s`, a step at a time.
 
-    report: takes the returns, the parameters' version, and the run's counters when they were taken.
+    report: called with the returns, the parameters' version, and the run's counters at the time
+    when these parameters were taken.
     """
 
     def __init__(
@@ -186,14 +180,14 @@ class Evaluator:
         self._received = np.empty(parameter_bytes, np.uint8)
         self._version = 0
         self._streams: Streams | None = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: RunningEvaluation | None = None
         self._at: dict[str, float] = {}
         metrics.enter("idle")
 
     def do_work(self) -> int:
-        """One step of the evaluation that is under way, or 0 while none is due."""
+        """One step of the current evaluation. Returns 0 while none is due."""
         if self._evaluation is None and not self._begin():
-            self._metrics.enter("idle")  # also its sign of life
+            self._metrics.enter("idle")  # this also shows that the role is alive
             return 0
         assert self._evaluation is not None
         self._metrics.enter("evaluate")
@@ -210,11 +204,11 @@ class Evaluator:
         return max(steps, 1)
 
     def ready(self) -> bool:
-        """An evaluation is due and there are new parameters for it."""
+        """Whether an evaluation is due and there are new parameters for it."""
         return self._clock_s() >= self._due_s and self._parameters.version > self._version
 
     def close(self) -> None:
-        """Stop; an evaluation under way is given up."""
+        """Stop; an unfinished evaluation is dropped."""
         self._metrics.leave()
 
     def _begin(self) -> bool:
@@ -230,7 +224,7 @@ class Evaluator:
         if self._streams is None:
             self._streams = self._make_streams()
         self._metrics.set("params_version", version)
-        self._evaluation = Evaluation(
+        self._evaluation = RunningEvaluation(
             self._policy.q_values, self._streams, self._episodes, seed=self._seed,
             epsilon=self._epsilon,
         )  # fmt: skip

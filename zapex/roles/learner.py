@@ -1,38 +1,93 @@
-"""The learner: trains on sampled batches, sends priorities back, publishes parameters."""
+"""The learner: trains on batches, sends priorities back, publishes parameters."""
 
 import math
+import sys
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.batch import Batch
-from zapex.errors import ZapexError
-from zapex.metrics import RoleMetrics
-from zapex.transport import ParameterSink, SampleSource
+from zapex.chunks.batch import Batch
+from zapex.chunks.limits import LARGEST
+from zapex.errors import Diverged
+from zapex.host.metrics import RoleMetrics
+from zapex.transport import ParameterSink, Sampled, SampleSource
 
 if TYPE_CHECKING:
     from zapex.agent.learning import DQN
+
+_TELL_PERIOD_S = 30.0  # between two lines about rows that cannot be learned from
 
 
 class Checkpointer(Protocol):
     """Says when a checkpoint is due, and writes one."""
 
     def due(self) -> bool:
-        """It is time."""
+        """Whether a checkpoint is due."""
 
     def save(self, dqn: "DQN", version: int) -> None:
         """Write one now."""
 
 
-class Learner:
-    """One batch is one duty cycle; `prefetch` batches are asked for ahead.
+class Trainer(Protocol):
+    """Makes steps, and says later what came of them, in the same order."""
 
-    spare: a second batch's memory, in turn with the first: the source may fill one while the other
-    is learned from.
-    publish_period_s: parameters are published at most this often. clock_s: seconds, of any origin.
+    late: int
+    """How many batches may be under way when the next one begins."""
+
+    def begin(self, batch: Batch, enter: Callable[[str], object]) -> None:
+        """Begin a step. The batch's memory stays as it is until its `finish`."""
+
+    def finish(self) -> tuple[NDArray[np.float32], dict[str, float], dict[str, float]]:
+        """Wait for the oldest step.
+
+        Returns:
+            TD errors (B,), the facts of `DQN.learn`, and the time of each phase in any unit; no
+            time if `begin` has entered the phases.
+        """
+
+
+class AtOnce:
+    """The steps of a DQN that `begin` makes itself, as on a CPU.
+
+    complete: makes what the DQN learns from out of a batch; None: the batch is that already.
+    """
+
+    late = 0
+
+    def __init__(self, dqn: "DQN", complete: Callable[[Batch], Any] | None = None) -> None:
+        self._dqn, self._complete = dqn, complete or (lambda batch: batch)
+        self._done: deque[tuple[NDArray[np.float32], dict[str, float]]] = deque()
+
+    def begin(self, batch: Batch, enter: Callable[[str], object]) -> None:
+        """Learn from a batch, without the rows that have no finite or much too large numbers."""
+        try:
+            self._done.append(self._dqn.learn(self._complete(batch), enter))
+            return
+        except Diverged:
+            bad = ~(_sizes(batch) <= LARGEST)
+            if not bad.any():
+                raise
+        for name, column in batch.items():
+            if name not in ("keys", "indices"):
+                column[bad] = 0
+        td_errors, facts = self._dqn.learn(self._complete(batch), enter)
+        td_errors[bad] = 0.0  # so that they are hardly drawn again
+        self._done.append((td_errors, {**facts, "left_out": float(bad.sum())}))
+
+    def finish(self) -> tuple[NDArray[np.float32], dict[str, float], dict[str, float]]:
+        """What came of the oldest step."""
+        return *self._done.popleft(), {}
+
+
+class Learner:
+    """One batch is one duty cycle; it asks for `prefetch` batches ahead.
+
+    batches: memory of `trainer.late` + 1 batches, used in turn. With one more, the source may fill
+    the next batch while this one is learned from. trainer: makes the steps of `dqn`; None: at once.
+    publish_period_s: the least seconds between two publications. clock_s: seconds from any origin.
     """
 
     def __init__(
@@ -40,7 +95,7 @@ class Learner:
         dqn: "DQN",
         source: SampleSource,
         parameters: ParameterSink,
-        batch: Batch,
+        batches: Sequence[Batch],
         metrics: RoleMetrics,
         checkpointer: Checkpointer,
         *,
@@ -48,19 +103,22 @@ class Learner:
         publish_period_s: float,
         clock_s: Callable[[], float],
         first_version: int = 0,
-        spare: Batch | None = None,
+        trainer: Trainer | None = None,
     ) -> None:
         self._dqn, self._source, self._parameters = dqn, source, parameters
-        self._batch, self._spare = batch, spare
+        self._trainer: Trainer = trainer or AtOnce(dqn)
+        self._free = deque(batches)
+        self._under_way: deque[tuple[Batch, Sampled]] = deque()
         self._metrics, self._checkpointer = metrics, checkpointer
         self._publish_period_s, self._clock_s = publish_period_s, clock_s
+        self._left_out, self._tell_s = 0, -math.inf
         self._unsent: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
-        # Above any version seen, so that no reader takes a restarted learner's for old.
+        # Above any version seen, so that readers accept a restarted learner's parameters.
         self.version = max(first_version, parameters.version)
         metrics.enter("other")
         self.publish()
         self._learned = 0
-        self._asked_at = deque([0] * source.outstanding)  # of each request: batches learned by then
+        self._asked_at = deque([0] * source.outstanding)  # per request: batches learned
         for _ in range(source.outstanding, prefetch):
             self._request()
         metrics.enter("wait")
@@ -68,28 +126,45 @@ class Learner:
     def do_work(self) -> int:
         """Learn from one batch; 0 while there is none.
 
-        Raises ZapexError where learning has diverged; nothing of that batch is sent or published.
+        Raises Diverged; then nothing of that batch is sent or published.
         """
-        metrics, dqn, batch = self._metrics, self._dqn, self._batch
+        metrics = self._metrics
         if self._checkpointer.due():
             self.checkpoint()
         if self._unsent is not None and not self._send(*self._unsent):
             return 0
         metrics.enter("gather")
-        sampled = self._source.poll(batch, self._spare)
-        if sampled is None:
-            metrics.enter("wait")
-            return 0
-        if self._spare is not None:
-            self._batch, self._spare = self._spare, batch
-        td_errors, facts = dqn.learn(batch, metrics.enter)
+        batch, following = self._free[0], self._free[1] if len(self._free) > 1 else None
+        sampled = self._source.poll(batch, following)
+        if sampled is not None:
+            self._free.popleft()
+            self._trainer.begin(batch, metrics.enter)
+            self._under_way.append((batch, sampled))
+        is_full = len(self._under_way) > self._trainer.late
+        finishes = is_full or (sampled is None and bool(self._under_way))
+        if finishes:
+            self._finish()
+        if self._clock_s() - self._published_s >= self._publish_period_s and finishes:
+            self.publish()
+        metrics.enter("wait")
+        return int(finishes or sampled is not None)
+
+    def _finish(self) -> None:
+        """Wait for the oldest step, send its priorities, and ask for one more batch."""
+        metrics = self._metrics
+        if self._trainer.late:
+            metrics.enter("forward")
+        td_errors, facts, times = self._trainer.finish()
+        metrics.divide(times)
+        batch, sampled = self._under_way.popleft()
         sizes = np.abs(td_errors)
         largest = float(sizes.max())
         if not math.isfinite(largest):
-            raise ZapexError(
+            raise Diverged(
                 f"a TD error is {largest}: learning has diverged. Lower --lr, clip rewards, or "
                 "look for infinite rewards or observations; the newest checkpoint is from before"
             )
+        self._tell(facts.get("left_out", 0.0))
         metrics.add("batches")
         metrics.add("samples", len(td_errors))
         metrics.add("torn_rows", sampled.torn)
@@ -99,20 +174,29 @@ class Learner:
         metrics.set("priority_max", largest)
         metrics.enter("update")
         self._send(batch.keys.copy(), td_errors)
+        self._free.append(batch)
         metrics.set("staleness", self._learned - self._asked_at.popleft())
         self._learned += 1
         self._request()
-        if self._clock_s() - self._published_s >= self._publish_period_s:
-            self.publish()
-        metrics.enter("wait")
-        return 1
+
+    def _tell(self, left_out: float) -> None:
+        self._left_out += int(left_out)
+        now_s = self._clock_s()
+        if left_out and now_s >= self._tell_s:
+            self._tell_s = now_s + _TELL_PERIOD_S
+            print(
+                f"{self._left_out:,} sampled rows so far had numbers that are not finite, or "
+                f"above {LARGEST:.0e}, and are not learned from: look for them in the rewards and "
+                "observations of the environment",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     def ready(self) -> bool:
-        """A batch is there: for `wait(ready, timeout_s)`."""
-        return self._source.ready()
+        """Whether a batch is there, or a step under way: for `wait(ready, timeout_s)`."""
+        return bool(self._under_way) or self._source.ready()
 
     def publish(self) -> None:
-        """Make the parameters as they are now the newest."""
+        """Publish the current parameters."""
         self._metrics.enter("publish")
         self.version += 1
         self._parameters.publish(self.version, self._dqn.flat_parameters().view(np.uint8))
@@ -138,6 +222,15 @@ class Learner:
         sent = self._source.update(keys, priorities)
         self._unsent = None if sent else (keys, priorities)
         return sent
+
+
+def _sizes(batch: Batch) -> NDArray[np.float64]:
+    """The largest number of each row (B,); NaN or infinite if one of its numbers is."""
+    sizes = np.zeros(len(batch.keys))
+    for name, column in batch.items():
+        if column.dtype.kind == "f" and name != "weights":
+            sizes = np.maximum(sizes, np.abs(column).reshape(len(sizes), -1).max(axis=1))
+    return sizes
 
 
 _GAUGES = {

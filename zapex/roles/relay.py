@@ -1,28 +1,27 @@
-"""The relay: closed chunks of a host's actors on to the replay, the newest parameters back."""
+"""The relay: sends closed chunks of a host's actors to the replay, and fetches parameters."""
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
-from zapex.chunk_store import ChunkStore
-from zapex.intake import Intake
-from zapex.metrics import RoleMetrics
-from zapex.replay import ReplayLayout
-from zapex.schema import COUNT
-from zapex.slot_ledger import SlotLedger
-from zapex.transport import ChunkLink, ParameterSink, ParameterSource
+from zapex.chunks.layout import COUNT
+from zapex.chunks.ledger import SlotLedger
+from zapex.chunks.store import ChunkStore
+from zapex.host.metrics import RoleMetrics
+from zapex.replay.core import ReplayLayout
+from zapex.roles.intake import Intake
+from zapex.transport import ChunkLink, ExperienceSource, ParameterSink, ParameterSource
 
-_DRAIN_S = 2.5  # of the five seconds within which everything is over
+_DRAIN_S = 2.5  # of the five seconds within which all processes must end
 _PAUSE_S = 0.005
 
 
 class Outbox:
-    """What an Intake sees instead of a replay: a chunk taken over is on its way.
+    """An Intake uses this in place of a replay: it sends each chunk that the Intake takes over.
 
-    A slot stays committed until the replay has its chunk, so a relay that dies has lost nothing:
-    its next life finds the slot and sends it again, which does no harm.
+    A slot stays committed until the replay has its chunk, so a dead relay loses no chunk: its next
+    incarnation finds the slot and sends the chunk again. The replay drops a chunk that it has.
     """
 
     def __init__(self, store: ChunkStore, layout: ReplayLayout, link: ChunkLink) -> None:
@@ -32,44 +31,36 @@ class Outbox:
         self.on_their_way = 0  # chunks whose slots are not free yet
 
     def __len__(self) -> int:
-        """Nothing can be drawn here."""
+        """0: nothing can be drawn here."""
         return 0
 
     def accept(self, slot: int) -> int:
-        """Send a committed slot's chunk on; how many transitions it holds."""
+        """Send a committed slot's chunk. Returns how many transitions it holds."""
         self.link.offer([slot])
         self.on_their_way += 1
         return int(self.store.header_rows[slot, COUNT])
 
-    def evict_excess(self, issued: int = 0) -> int:
+    def make_room(self, issued: int = 0) -> None:
         """Free the slots whose chunks the replay has."""
         freed = self.link.take_freed()
         self.arrived += int(self.store.header_rows[freed, COUNT].sum())
         self.arrived_chunks += len(freed)
         self.on_their_way -= len(freed)
         self.ledger.reclaim(freed)
-        return 0
-
-
-class Actors(Protocol):
-    """What the relay asks of the actors' links besides the chunks."""
-
-    def ready(self) -> bool:
-        """Something was committed, or somebody came or went."""
 
 
 class Relay:
     """One duty cycle: chunks out, slots back to actors, parameters in, statistics out.
 
-    link_ready: something has come from the replay. report: sends statistics when it is time.
-    ended: all actors are gone for sure, and what they committed can be seen.
+    link_ready: whether something has come from the replay. report: sends statistics when due.
+    ended: whether all actors are certainly dead, and all their commits are visible.
     """
 
     def __init__(
         self,
         intake: Intake,
         outbox: Outbox,
-        actors: Actors,
+        actors: ExperienceSource,
         source: ParameterSource,
         mailbox: ParameterSink,
         metrics: RoleMetrics,
@@ -82,14 +73,13 @@ class Relay:
         self._intake, self._outbox, self._actors = intake, outbox, actors
         self._source, self._mailbox, self._metrics = source, mailbox, metrics
         self._received = np.empty(parameter_bytes, np.uint8)
-        self._version = mailbox.version  # a former life's
+        self._version = mailbox.version  # from a former incarnation, or 0
         self._link_ready, self._report, self._ended = link_ready, report, ended
-        self._counted: dict[str, int] = {}
         metrics.enter("other")
         metrics.set("slots", outbox.store.slots)
 
     def do_work(self) -> int:
-        """Everything that there is to do now; how much it was."""
+        """Do all work that is due now. Returns how much it was."""
         metrics = self._metrics
         metrics.enter("push")
         work = self._intake.do_work(0, 0)
@@ -109,11 +99,11 @@ class Relay:
         return work
 
     def ready(self) -> bool:
-        """There is something to do: for `wait(ready, timeout_s)`."""
+        """Whether there is something to do: for `wait(ready, timeout_s)`."""
         return bool(self._actors.ready() or self._link_ready())
 
     def close(self) -> None:
-        """The actors' last chunks, as long as there is time; what is left is lost, and counted."""
+        """Send the actors' last chunks until the deadline; the rest is lost, and counted."""
         deadline = time.monotonic() + _DRAIN_S
         while time.monotonic() < deadline:
             ended = self._ended()
@@ -125,13 +115,9 @@ class Relay:
 
     def _publish_counts(self) -> None:
         link, outbox, metrics = self._outbox.link, self._outbox, self._metrics
-        counted = {
-            "transitions": outbox.arrived,
-            "acknowledged": outbox.arrived_chunks,
+        metrics.add_up(
+            transitions=outbox.arrived,
+            acknowledged=outbox.arrived_chunks,
             **{name: link.counts[name] for name in ("chunks", "bytes", "again")},
-        }
-        for name, count in counted.items():
-            # What a former life counted stays.
-            metrics.add(name, count - self._counted.get(name, 0))
-        self._counted = counted
+        )
         metrics.set("unacknowledged", outbox.on_their_way)

@@ -1,0 +1,1 @@
+"""Every number that the documentation states: measured, compared, written (claims.toml)."""

@@ -1,0 +1,155 @@
+"""`make bench-all`: every result that lacks evidence measured again, one after the other.
+
+    python -m benchmarks.claims.measure_all [--list] [--only NAME] [--hours H] [--publish]
+
+A result goes to build/bench-all. It counts as measured once it has no doubts; then it is not
+measured again, so the command may be stopped at any time and goes on where it was. It waits until
+the machine is quiet. What comes out with doubts stays as NAME.doubtful.json, and is tried twice
+more. --publish puts what was measured into benchmarks/results, and its figures into claims.toml
+and the texts. It is a step of its own, because a changed file makes the tree dirty.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.claims import claims as book
+from benchmarks.claims import numbers, running
+from benchmarks.claims.claims import Claim, Measurement
+from benchmarks.support.machine import ROOT
+from zapex.errors import ConfigError
+
+WORK = ROOT / "build/bench-all"
+_TRIES = 3
+_LOOK_S = 20.0
+
+
+def lacks(measurement: Measurement, results: Path = book.RESULTS) -> str:
+    """Why the result that is there is no evidence; empty if it is."""
+    path = results / measurement.file
+    if not path.exists():
+        return "there is none"
+    return "; ".join(book.doubts_of(book.read(path), measurement))
+
+
+def _path(measurement: Measurement, work: Path) -> Path:
+    return work / f"{measurement.name}.json"
+
+
+def _wait_until_possible(measurement: Measurement, until_s: float) -> str:
+    """Why it cannot be measured, after waiting for what may change; empty if it can."""
+    told = ""
+    while why := book.why_not(measurement.needs, measurement.memory_gib):
+        changes = "quiet" in measurement.needs and book.NEEDS["quiet"]()
+        if not changes or time.monotonic() > until_s:
+            return why
+        if not told:
+            print(f"  waiting: {why}", flush=True)
+            told = why
+        time.sleep(_LOOK_S)
+    return ""
+
+
+def measure(measurement: Measurement, work: Path, until_s: float) -> str:
+    """One result, in up to three tries; what came of it, in a line."""
+    out = _path(measurement, work)
+    for number in range(_TRIES):
+        if why := _wait_until_possible(measurement, until_s):
+            return f"not possible here: {why}"
+        began = time.monotonic()
+        if failed := running.run(measurement, out):
+            return f"failed: {failed}"
+        took = f"{(time.monotonic() - began) / 60:.1f} min"
+        doubts = book.doubts_of(book.read(out), measurement)
+        if not doubts:
+            return f"measured in {took}"
+        out.replace(out.with_suffix(".doubtful.json"))
+        print(f"  try {number + 1} of {_TRIES}, {took}: {'; '.join(doubts)}", flush=True)
+    return f"doubtful: {'; '.join(doubts)}"
+
+
+def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> list[str]:
+    """Copy what was measured; a file of several measurements keeps the others. Names written."""
+    written = []
+    for measurement in measurements:
+        source = _path(measurement, work)
+        if not source.exists():
+            continue
+        report, target = book.read(source), results / measurement.file
+        if measurement.parts:
+            whole = book.read(target) or {"benchmark": report.get("benchmark", measurement.name)}
+            whole.setdefault("results", {}).update(report["results"])
+            report = whole
+        target.write_text(json.dumps(report, indent=1) + "\n")
+        written.append(measurement.name)
+    return written
+
+
+def _more_needs(claims: Sequence[Claim], name: str) -> list[str]:
+    """What the claims of a measurement need: without it, the result would have gaps."""
+    return [need for claim in claims if claim.measurement.name == name for need in claim.needs]
+
+
+def _show(measurements: Sequence[Measurement], work: Path) -> None:
+    for one in measurements:
+        done = "measured, not published" if _path(one, work).exists() else ""
+        state = done or lacks(one) or "evidence"
+        needs = ", ".join(one.needs) or "any"
+        print(f"{one.name:16} {one.minutes:5.0f} min {one.memory_gib:5.0f} GiB  {needs:28} {state}")
+    rest = [m for m in measurements if lacks(m) and not _path(m, work).exists()]
+    print(f"to measure: {len(rest)}, about {sum(m.minutes for m in rest):.0f} minutes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what lacks evidence. Exit code 1 if something could not be measured."""
+    parser = argparse.ArgumentParser(description="Measure every result that lacks evidence.")
+    parser.add_argument("--list", action="store_true", help="what lacks evidence, and its minutes")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--hours", type=float, default=24.0, help="wait no longer for quiet")
+    parser.add_argument("--publish", action="store_true", help="put it into benchmarks/results")
+    parser.add_argument("--work", type=Path, default=WORK, metavar="DIR")
+    options = parser.parse_args(argv)
+    try:
+        claims, named = book.load()
+        if unknown := set(options.only) - set(named):
+            raise ConfigError(f"no such measurement: {', '.join(sorted(unknown))}")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    chosen = [
+        replace(one, needs=tuple(dict.fromkeys(("quiet", *one.needs, *_more_needs(claims, name)))))
+        for name, one in named.items()
+        if not options.only or name in options.only
+    ]
+    if options.list:
+        _show(chosen, options.work)
+        return 0
+    if options.publish:
+        print("written:", ", ".join(publish(chosen, options.work, book.RESULTS)) or "nothing")
+        return numbers.main([])
+    changed = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain"], text=True,
+                             capture_output=True, check=True).stdout  # fmt: skip
+    if changed:
+        print(f"commit first: what is measured must be a commit\n{changed}", file=sys.stderr)
+        return 2
+    todo = [one for one in chosen if options.only or lacks(one)]
+    todo = sorted((m for m in todo if not _path(m, options.work).exists()), key=lambda m: m.minutes)
+    until_s = time.monotonic() + 3600 * options.hours
+    outcomes = []
+    for number, one in enumerate(todo, 1):
+        rest = sum(m.minutes for m in todo[number - 1 :])
+        print(f"[{number} of {len(todo)}, about {rest:.0f} min left] {one.command}", flush=True)
+        outcomes.append(measure(one, options.work, until_s))
+        print(f"  {one.name}: {outcomes[-1]}", flush=True)
+    print(f"{sum(o.startswith('measured') for o in outcomes)} of {len(todo)} measured; to publish: "
+          "make bench-all ARGS=--publish")  # fmt: skip
+    return int(not all(o.startswith("measured") for o in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

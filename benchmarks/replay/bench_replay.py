@@ -1,0 +1,278 @@
+"""The replay on Atari-sized transitions, against memcpy of the same bytes and against peers.
+
+    python -m benchmarks.replay.bench_replay [--quick] [--peers] [--json FILE]
+
+batch     sample(512) and update_priorities for n-step returns of 1, 3 and 5; caches swept before
+          each. What everybody does, and the roofs: benchmarks/peers/replays.py
+memory    bytes a transition: what a process holds more when its replay has twice the capacity
+add       writer.add of 64 streams, so that each call completes 64 transitions; memcpy: the bytes of
+          a chunk of 64 transitions, into touched memory
+extend    64 successive rows of one stream; memcpy: the input's bytes, into touched memory. The
+          inputs of both rotate over more memory than the caches have, as the roofs' sources do
+tiny      microseconds a call on CartPole-sized rows: what Python costs
+import    seconds in a fresh process, kernels cached
+
+All memory of the replay has been written before (touched) when the clock runs.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.replays import CONTENDERS, N_STEPS, OURS, SIDE, STACK
+from benchmarks.support.contenders import Contenders, add_peer_arguments
+from benchmarks.support.harness import (
+    arguments,
+    clock_ns,
+    interleaved,
+    percentiles,
+    write_json,
+)
+from benchmarks.support.machine import ROOT
+from zapex import Column, PrioritizedReplay, Schema
+
+BATCH, ROWS = 512, 64
+FRAMES = 4096
+_ROTATING = 64  # inputs of 3.6 MB (extend) and 1.8 (add): more than any cache of ours
+REUSES = ("zapex", "roof", "memcpy")
+"""Contenders that fill memory of before; the others make new arrays."""
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = clock_ns()
+    work()
+    return clock_ns() - start
+
+
+def atari(n_step: int) -> Schema:
+    columns = {"obs": Column((SIDE, SIDE), np.uint8, STACK), "action": Column((), np.int64)}
+    return Schema(columns, n_step=n_step)
+
+
+def insert_cases(rounds: int) -> dict[str, Any]:
+    """add and extend against memcpy; the replay is full, so that each chunk evicts another."""
+    rng = np.random.default_rng(0)
+    frames = rng.integers(1, 255, (FRAMES, SIDE, SIDE), np.uint8)
+    replay = PrioritizedReplay(16 * ROWS * 64, atari(1), seed=0, streams=ROWS)  # chunks of 64
+    writer = replay.writer(ROWS)
+    clock = 0
+
+    def stacks(first: int, rows: int) -> np.ndarray:
+        return frames[(first + np.arange(rows)[:, None] + np.arange(STACK)) % FRAMES]
+
+    step = {
+        "action": np.zeros(ROWS, np.int64), "reward": np.zeros(ROWS),
+        "terminated": np.zeros(ROWS, bool), "truncated": np.zeros(ROWS, bool),
+    }  # fmt: skip
+    # Stream i is at frame clock + 61 i: different frames, one after the other in each stream.
+    starts = 61 * np.arange(ROWS)[:, None] + np.arange(STACK)
+    writer.reset(frames[starts % FRAMES])
+
+    def add() -> float:
+        nonlocal clock
+        next_obs = steps[clock % _ROTATING]
+        clock += 1
+        return timed(lambda: writer.add(next_obs=next_obs, **step))
+
+    whole = PrioritizedReplay(16_384, atari(1), seed=0)
+    rows = {"action": step["action"], "reward": step["reward"], "terminated": step["terminated"]}
+    inputs = [(stacks(61 * i, ROWS), stacks(61 * i + 1, ROWS)) for i in range(_ROTATING)]
+    steps = [frames[(i + starts) % FRAMES] for i in range(1, _ROTATING + 1)]
+    extends = 0
+
+    def extend() -> float:
+        nonlocal extends
+        obs, next_obs = inputs[extends % _ROTATING]
+        extends += 1
+        return timed(lambda: whole.extend(obs=obs, next_obs=next_obs, **rows))
+
+    chunk_bytes = replay.core.layout.chunk_layout.body_bytes * ROWS // replay.core.layout.chunk
+    ring = np.ones((_ROTATING, 2 * ROWS * STACK * SIDE * SIDE), np.uint8)
+    turn = 0
+
+    def memcpy(nbytes: int) -> Callable[[], float]:
+        def work() -> float:
+            nonlocal turn
+            turn += 1
+            source, target = ring[turn % _ROTATING], ring[(turn + _ROTATING // 2) % _ROTATING]
+            return timed(lambda: np.copyto(target[:nbytes], source[:nbytes]))
+
+        return work
+
+    for _ in range(16 * 64 + 256):  # every slot has been written before the clock runs
+        add()
+        extend()
+    cases = {
+        "add": add, "add_memcpy": memcpy(chunk_bytes),
+        "extend": extend, "extend_memcpy": memcpy(ring.shape[1]),
+    }  # fmt: skip
+    times = interleaved(cases, rounds)
+    found = {name: percentiles(values, 1e3) for name, values in times.items()}
+    used = whole.core.ledger.counts["live"] * whole.core.store.layout.body_bytes
+    facts = {"extend_bytes_a_transition": round(used / len(whole)),
+             "writer_bytes_a_transition": round(atari_chunk_bytes(3) / 64)}  # fmt: skip
+    return {"microseconds": found, **facts}
+
+
+def atari_chunk_bytes(n_step: int) -> int:
+    return PrioritizedReplay(1024, atari(n_step), chunk=64).core.layout.chunk_layout.body_bytes
+
+
+def tiny_cases(rounds: int, calls: int = 200) -> dict[str, Any]:
+    """What a call costs where there is next to nothing to do."""
+    schema = Schema({"obs": Column((4,), np.float32), "action": Column((), np.int64)}, n_step=1)
+    replay = PrioritizedReplay(4096, schema, seed=0)
+    writer = replay.writer(1)
+    obs = np.zeros((1, 4), np.float32)
+    writer.reset(obs)
+    step = {
+        "action": np.zeros(1, np.int64), "reward": np.zeros(1), "next_obs": obs,
+        "terminated": np.zeros(1, bool), "truncated": np.zeros(1, bool),
+    }  # fmt: skip
+    for _ in range(5000):
+        writer.add(**step)
+    out = replay.empty_batch(1)
+    keys, priorities = replay.sample(1, out=out).keys.copy(), np.ones(1)
+    whole = {"obs": obs, "next_obs": obs, "action": step["action"], "reward": step["reward"],
+             "terminated": step["terminated"]}  # fmt: skip
+
+    def many(work: Callable[[], Any]) -> Callable[[], float]:
+        def case() -> float:
+            start = clock_ns()
+            for _ in range(calls):
+                work()
+            return (clock_ns() - start) / calls
+
+        return case
+
+    cases = {
+        "sample": many(lambda: replay.sample(1, 0.4, out)),
+        "sample_new_batch": many(lambda: replay.sample(1)),
+        "update_priorities": many(lambda: replay.update_priorities(keys, priorities)),
+        "add": many(lambda: writer.add(**step)),
+        "extend": many(lambda: replay.extend(**whole)),
+    }
+    times = interleaved(cases, rounds)
+    return {name: percentiles(values, 1e3) for name, values in times.items()}
+
+
+FIRST_SAMPLE = """
+import time
+start = time.perf_counter()
+import numpy as np
+from zapex import Column, PrioritizedReplay, Schema
+schema = Schema({"obs": Column((4,), np.float32), "action": Column((), np.int64)}, n_step=1)
+replay = PrioritizedReplay(4096, schema)
+obs = np.zeros((8, 4), np.float32)
+replay.extend(obs=obs, next_obs=obs, action=np.zeros(8, np.int64), reward=np.zeros(8),
+              terminated=np.zeros(8, bool))
+replay.sample(4)
+print(time.perf_counter() - start)
+import sys
+assert "torch" not in sys.modules and "gymnasium" not in sys.modules
+"""
+IMPORT = "import time; s = time.perf_counter(); import zapex; print(time.perf_counter() - s)"
+
+
+def start_up(rounds: int) -> dict[str, Any]:
+    found = {}
+    for name, program in (("import", IMPORT), ("first_sample", FIRST_SAMPLE)):
+        seconds = [
+            float(subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True,
+                                 capture_output=True, text=True).stdout)
+            for _ in range(rounds + 1)
+        ]  # fmt: skip
+        found[name] = percentiles(seconds[1:])
+    return found
+
+
+def batches(
+    pythons: dict[str, str], n_step: int, capacity: int, rounds: int, quick: bool
+) -> dict[str, Any]:
+    """The batch's case by each contender, by its interpreter, in turns."""
+    named = {f"{name}@{n_step}": python for name, python in pythons.items()}
+    with Contenders("benchmarks.peers.replays", named, capacity, quick) as contenders:
+        results = contenders.missing
+        for name, times in contenders.in_turns(rounds, BATCH, 3).items():
+            results[name] = {
+                "version": contenders.versions[name],
+                "sample": percentiles(times[:, 0], 1e6),
+                "update": percentiles(times[:, 1], 1e6),
+                "pair": percentiles(times.sum(1), 1e6),
+            }
+    return {name.partition("@")[0]: result for name, result in results.items()}
+
+
+def memory(pythons: dict[str, str], capacity: int) -> dict[str, float]:
+    """Bytes a transition, n = 1, of each contender that keeps transitions."""
+    held: dict[str, list[int]] = {}
+    for size in (capacity, 2 * capacity):
+        for name, python in pythons.items():
+            one = {f"{name}@1": python}
+            with Contenders("benchmarks.peers.replays", one, size, quick=True) as contenders:
+                for resident in contenders.resident_bytes.values():
+                    held.setdefault(name, []).append(resident)
+    return {name: (two - one) / capacity for name, (one, two) in held.items()}
+
+
+def show(results: dict[str, Any]) -> None:
+    for n_step, contenders in results["batch"].items():
+        print(f"batch, n = {n_step}: ms")
+        for name, case in contenders.items():
+            if "missing" in case:
+                print(f"  {name:22} missing: {case['missing']}")
+                continue
+            roof = contenders["roof, new" if name not in REUSES else "roof"]["pair"]["p50"]
+            print(
+                f"  {name:22} sample {case['sample']['p50']:7.2f}   update "
+                f"{case['update']['p50']:6.3f}   pair {case['pair']['p50']:7.2f}, "
+                f"{case['pair']['p50'] / roof:5.2f} x the roof"
+            )
+    for name, found in results["memory"].items():
+        print(f"memory  {name:22} {found:9,.0f} bytes a transition")
+    inserts = results["insert"]["microseconds"]
+    for name in ("add", "extend"):
+        mine, memcpy = inserts[name]["p50"], inserts[f"{name}_memcpy"]["p50"]
+        print(f"{name:7} {mine:8.0f} us   memcpy {memcpy:8.0f} us   ratio {mine / memcpy:5.2f}")
+    for name in ("extend", "writer"):
+        print(
+            f"memory  {name}: {results['insert'][f'{name}_bytes_a_transition']} bytes a transition"
+        )
+    for name, case in results["tiny"].items():
+        print(f"tiny    {name:18} {case['p50']:7.2f} us a call")
+    for name, case in results["start_up"].items():
+        print(f"start   {name:18} {case['p50']:7.3f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__, pins=True)
+    add_peer_arguments(parser, reverb=".peers-reverb")
+    parser.add_argument("--capacity", type=int, default=16_384, help="of the batch's case")
+    options = parser.parse_args(argv)
+    rounds, starts = (3, 2) if options.quick else (30, 5)
+    pythons = dict.fromkeys(OURS, sys.executable)
+    if options.peers:
+        peers = dict.fromkeys(CONTENDERS, options.peers_python) | pythons
+        pythons = {**peers, "reverb": options.reverb_python}
+    capacity = 2048 if options.quick else options.capacity
+    keeping = {n: p for n, p in pythons.items() if not n.startswith(("roof", "memcpy", "zapex,"))}
+    results = {
+        "batch": {
+            str(n): batches(pythons, n, capacity, rounds, options.quick)
+            for n in (N_STEPS[:2] if options.quick else N_STEPS)
+        },
+        "memory": memory(keeping, capacity),
+        "insert": insert_cases(rounds if options.quick else 200),
+        "tiny": tiny_cases(rounds),
+        "start_up": start_up(starts),
+    }
+    show(results)
+    write_json(options, "replay", results, rounds=starts, batch=BATCH, capacity=capacity)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

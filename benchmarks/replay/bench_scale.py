@@ -1,0 +1,320 @@
+"""How the replay's calls grow with its size, with the batch, with actors and with clients.
+
+    python -m benchmarks.replay.bench_scale [--quick] [--only PART] [--plot PNG] [--json FILE]
+
+size      sample(512), update_priorities of them and writer.add of 64 streams, 2^14 to 2^21 Atari
+          transitions, once every slot has been written and every chunk evicts another
+batch     sample and update of 32 to 4,096 among 2^17
+restart   from the SIGKILL of a replay server until it answers again, 2^14 to 2^21 transitions (of
+          two numbers: a server that starts reads headers and priorities, and no observations)
+snapshot  save into a new directory, and load; sizes that the disk has room for
+actors    1 to 16 processes that add 8 streams each by handle: all steps a second, and one call
+clients   1 to 64 processes that sample 32 and update them, by handle and by URL: calls a second
+
+Each figure has p10, p50, p90, p99 and p99.9 of single calls. An exponent is the slope of the
+medians on a plot with two logarithmic axes: 0 if the size does not matter, 1 if twice the size
+takes twice as long. Sizes come in an order drawn anew each round; what the machine has no room for
+is left out and told.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.peers.replays import SIDE, STACK
+from benchmarks.replay.crowds import ACTOR_STREAMS, by_handle, by_url
+from benchmarks.support.harness import arguments, clock_ns, goal, in_rounds, write_json
+from benchmarks.support.machine import ROOT
+from zapex import Column, PrioritizedReplay, Schema
+
+CAPACITIES = [2**n for n in range(14, 22)]
+BATCHES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+ACTORS, CLIENTS = [1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32, 64]
+BATCH, STREAMS, MIDDLE = 512, 64, 2**17
+BYTES_A_TRANSITION = 8_200
+SCHEMA = Schema(
+    {"obs": Column((SIDE, SIDE), np.uint8, STACK), "action": Column((), np.int64)}, n_step=3
+)
+CROWDS = {"by handle": by_handle, "by URL": by_url}
+_ROTATING = 64
+_POINTS = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "p99.9": 99.9}
+
+
+def tails(nanoseconds: Sequence[float]) -> dict[str, float]:
+    """Microseconds, to the rarest one in a thousand, and how many there were."""
+    points = np.percentile(np.asarray(nanoseconds, float) / 1e3, list(_POINTS.values()))
+    named = {name: round(float(v), 3) for name, v in zip(_POINTS, points, strict=True)}
+    return {**named, "n": len(nanoseconds)}
+
+
+def exponent(curve: Mapping[str, Mapping[str, float]]) -> float:
+    """The slope of log(p50) over log(x), by least squares."""
+    xs = np.log([float(x) for x in curve])
+    ys = np.log([found["p50"] for found in curve.values()])
+    return round(float(np.polyfit(xs, ys, 1)[0]), 3)
+
+
+class FullReplay:
+    """A replay of Atari transitions in steady eviction: every add evicts what it adds."""
+
+    def __init__(self, capacity: int) -> None:
+        self.replay = PrioritizedReplay(capacity, SCHEMA, seed=0, streams=STREAMS)
+        self._writer = self.replay.writer(STREAMS)
+        frames = np.random.default_rng(0).integers(1, 255, (4096, SIDE, SIDE), np.uint8)
+        starts = 61 * np.arange(STREAMS)[:, None] + np.arange(STACK)
+        self._inputs = [frames[(i + starts) % len(frames)] for i in range(_ROTATING)]
+        self._step: dict[str, Any] = {
+            "action": np.zeros(STREAMS, np.int64), "reward": np.zeros(STREAMS),
+            "terminated": np.zeros(STREAMS, bool), "truncated": np.zeros(STREAMS, bool),
+        }  # fmt: skip
+        self._turn = 0
+        self._writer.reset(self._inputs[0])
+        while self._turn * STREAMS < 1.5 * capacity:
+            self.add()
+
+    def add(self) -> float:
+        """One step of all streams: nanoseconds."""
+        self._turn += 1
+        next_obs = self._inputs[self._turn % _ROTATING]
+        start = clock_ns()
+        self._writer.add(next_obs=next_obs, **self._step)
+        return clock_ns() - start
+
+    def pairs(self, batch: int, calls: int) -> dict[str, Any]:
+        """sample, update and add in turns, as often each."""
+        out = self.replay.empty_batch(batch)
+        errors = np.random.default_rng(1).random(batch) + 1e-6
+        times: dict[str, list[float]] = {"sample": [], "update": [], "pair": [], "add": []}
+        for call in range(calls + 3):
+            start = clock_ns()
+            self.replay.sample(batch, 0.4, out=out)
+            middle = clock_ns()
+            applied, stale = self.replay.update_priorities(out.keys, errors)
+            end = clock_ns()
+            assert applied + stale == batch
+            added = self.add()
+            if call >= 3:
+                for name, value in zip(times, (middle - start, end - middle, end - start, added),
+                                       strict=True):  # fmt: skip
+                    times[name].append(value)
+        return {name: tails(found) for name, found in times.items()}
+
+    def live(self) -> int:
+        """Transitions that can be drawn."""
+        return len(self.replay)
+
+
+def sizes_that_fit(capacities: Sequence[int], free: int, twice: int = 1) -> list[int]:
+    """Those whose memory is at most nine tenths of the free; the others are told."""
+    fitting = [n for n in capacities if twice * n * BYTES_A_TRANSITION < 0.9 * free]
+    for capacity in sorted(set(capacities) - set(fitting)):
+        print(f"  left out: {capacity:,} transitions, no room", file=sys.stderr)
+    return fitting
+
+
+def by_name(curve: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    """{x: {name: tails}} as {name: {"curve": {x: tails}, "exponent"}}."""
+    names = next(iter(curve.values()))
+    found = {}
+    for name in names:
+        one = {str(x): found_there[name] for x, found_there in curve.items()}
+        found[name] = {"curve": one}
+        if len(one) > 1 and "p50" in names[name]:
+            found[name]["exponent"] = exponent(one)
+    return found
+
+
+def size(rounds: int, quick: bool) -> dict[str, Any]:
+    """Each size in a fresh process, because memory that a process has had stays mapped."""
+    capacities = CAPACITIES[:2] if quick else CAPACITIES
+    fitting = sizes_that_fit(capacities, psutil.virtual_memory().available)
+    calls = 30 if quick else 400
+    cells = {n: partial(_in_fresh_process, "size", n, calls) for n in fitting}
+    return by_name(in_rounds(cells, rounds).medians)
+
+
+def batch(rounds: int, quick: bool) -> dict[str, Any]:
+    """Among the same transitions."""
+    full = FullReplay(2**14 if quick else MIDDLE)
+    calls = 20 if quick else 200
+    cells = {n: partial(full.pairs, n, calls) for n in (BATCHES[:2] if quick else BATCHES)}
+    return by_name(in_rounds(cells, rounds).medians)
+
+
+def restart(rounds: int, quick: bool) -> dict[str, Any]:
+    """As tests.stress.replay_restart measures it."""
+    kills = 1 if quick else 3
+
+    def one(transitions: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "restart.json"
+            command = ["-m", "tests.stress.replay_restart", "--kills", str(kills)]
+            command += ["--transitions", str(transitions), "--json", str(out)]
+            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+            found = json.loads(out.read_text())["results"]["replay_restart"]
+        again = found["sampling_again_s"]
+        return {"restart": {"p50": 1e6 * again["p50"], "most": 1e6 * again["max"], "n": kills}}
+
+    cells = {n: partial(one, n) for n in (CAPACITIES[:2] if quick else CAPACITIES)}
+    return by_name(in_rounds(cells, rounds).medians)
+
+
+def snapshot(rounds: int, quick: bool) -> dict[str, Any]:
+    """Save and load, in a fresh process each."""
+    fitting = sizes_that_fit(
+        CAPACITIES[:2] if quick else CAPACITIES,
+        min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free),
+        twice=2,  # the loaded one stands beside the saved one
+    )
+    cells = {n: partial(_in_fresh_process, "snapshot", n) for n in fitting}
+    return by_name(in_rounds(cells, rounds).medians)
+
+
+def save_and_load(capacity: int) -> dict[str, Any]:
+    """Nanoseconds as tails of one."""
+    full = FullReplay(capacity)
+    with tempfile.TemporaryDirectory() as folder:
+        start = clock_ns()
+        full.replay.save(folder)
+        saved = clock_ns()
+        loaded = PrioritizedReplay.load(folder)
+        end = clock_ns()
+        assert len(loaded) == full.live()
+    return {"save": tails([saved - start]), "load": tails([end - saved])}
+
+
+def _in_fresh_process(*words: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.replay.bench_scale"]
+    command += ["--cell", ":".join(map(str, words))]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=1800)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _cell(what: str, *words: str) -> dict[str, Any]:
+    if what in CROWDS:
+        work, count, seconds = words
+        return CROWDS[what](work, int(count), float(seconds), SCHEMA)
+    if what == "snapshot":
+        return save_and_load(int(words[0]))
+    capacity, calls = map(int, words)
+    full = FullReplay(capacity)
+    before, found = full.live(), full.pairs(BATCH, calls)
+    # Slots that are being written or rest in quarantine hold nothing: a few chunks a stream.
+    assert min(before, full.live()) > 0.5 * capacity, "it was to be full"
+    return found
+
+
+def actors(rounds: int, quick: bool) -> dict[str, Any]:
+    """Processes that add."""
+    counts, seconds = (ACTORS[:2], 0.5) if quick else (ACTORS, 5.0)
+    cells = {n: partial(_in_fresh_process, "by handle", "add", n, seconds) for n in counts}
+    return _crowds({"by handle": in_rounds(cells, rounds).medians}, ACTOR_STREAMS)
+
+
+def clients(rounds: int, quick: bool) -> dict[str, Any]:
+    """Processes that sample and update."""
+    counts, seconds = (CLIENTS[:2], 0.5) if quick else (CLIENTS, 5.0)
+    found = {}
+    for name in CROWDS:
+        cells = {n: partial(_in_fresh_process, name, "sample", n, seconds) for n in counts}
+        found[name] = in_rounds(cells, rounds).medians
+    return _crowds(found, 1)
+
+
+def _crowds(found: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """times: what one call counts for."""
+    return {
+        name: {
+            **by_name({n: {"call": one["call"]} for n, one in by_count.items()})["call"],
+            "per_s": {str(n): times * one["calls_per_s"] for n, one in by_count.items()},
+        }
+        for name, by_count in found.items()
+    }
+
+
+PARTS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
+    "size": size, "batch": batch, "restart": restart, "snapshot": snapshot,
+    "actors": actors, "clients": clients,
+}  # fmt: skip
+
+
+def show(results: Mapping[str, Any]) -> None:
+    """Every curve, and the goal."""
+    for part, by_call in results.items():
+        for name, found in by_call.items():
+            print(f"\n{part}, {name}: exponent {found.get('exponent', 'none')}")
+            for x, one in found["curve"].items():
+                per_s = f"{found['per_s'][x]:12,.0f} a second" if "per_s" in found else ""
+                tail = "  ".join(f"{p} {v:,.1f}" for p, v in one.items() if p != "n")
+                print(f"  {int(x):9,}  {tail} us  {per_s}")
+    if "size" in results and len(results["size"]["pair"]["curve"]) > 1:
+        pair = results["size"]["pair"]["curve"]
+        small, large = min(pair, key=int), max(pair, key=int)
+        ratio = pair[large]["p50"] / pair[small]["p50"]
+        print(goal(f"sample + update at {int(large):,} over {int(small):,}", ratio, 1.3, " x"))
+
+
+def plot(results: Mapping[str, Any], path: Path) -> None:
+    """One panel a part, medians with p99 and p99.9 above them."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained")
+    for axis, (part, by_call) in zip(axes.flat, results.items(), strict=False):
+        for name, found in by_call.items():
+            xs = [int(x) for x in found["curve"]]
+            label = f"{name} (exponent {found.get('exponent', 0):.2f})"
+            (line,) = axis.plot(
+                xs, [one["p50"] for one in found["curve"].values()], "o-", label=label, markersize=4
+            )
+            for point, style in (("p99", "--"), ("p99.9", ":")):
+                ys = [one.get(point) for one in found["curve"].values()]
+                if None not in ys:
+                    axis.plot(xs, ys, style, color=line.get_color(), linewidth=0.9)
+        axis.set(xscale="log", yscale="log", title=part, ylabel="us a call")
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle("medians, p99 (dashed) and p99.9 (dotted)")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """How the replay's calls grow with what there is of everything."""
+    parser = arguments(main.__doc__ or "")
+    parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves")
+    parser.add_argument("--cell", help="one measurement in this process (what:words)")
+    options = parser.parse_args(argv)
+    if options.cell:
+        print(json.dumps(_cell(*options.cell.split(":"))))
+        return 0
+    rounds = 1 if options.quick else options.rounds
+    results = {}
+    for part in options.only or PARTS:
+        began = time.monotonic()
+        results[part] = PARTS[part](rounds, options.quick)
+        print(f"{part}: {(time.monotonic() - began) / 60:.1f} min", file=sys.stderr)
+    show(results)
+    if options.plot:
+        plot(results, options.plot)
+    write_json(options, "scale", results, rounds=rounds, unit="us a call", batch=BATCH)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

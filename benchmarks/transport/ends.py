@@ -1,0 +1,340 @@
+"""One end that listens, alone: echoes of 64 B, large messages into slots, and CPU while idle.
+
+A libzmq ROUTER, zapex's router over the kernel's sockets, and bare sockets, as a roof, answer the
+same requests. The clients of both routers are the same pyzmq DEALER. Server and client have one
+half of the cores each. Who polls gives its core away between two looks, as I/O threads of libzmq
+may need it. CPU is that of all threads of the server's process.
+"""
+
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.support.harness import clock_ns, percentiles
+from benchmarks.transport.roofs import connected
+from zapex.machine.heap import keep_memory
+
+ECHO, PUSH, CPU, CHECK = b"e", b"p", b"c", b"x"  # a request; PUSH: into a slot
+LARGE = (1 << 20, 8 << 20)
+_ECHO_BYTES, _SLOTS = 64, 8
+_WORD = struct.Struct("<Q")
+_HEAD = struct.Struct("<cQ")
+_TIMEOUT_S = 60
+SO_BUSY_POLL, BUSY_POLL_US = 46, 50
+SO_ZEROCOPY, MSG_ZEROCOPY, MSG_ERRQUEUE = 60, 0x4000000, 0x2000
+_COPIED = 1  # of sock_extended_err.ee_code: the kernel copied after all
+
+Keys = tuple[bytes, bytes] | None
+"""Public and secret, in Z85."""
+
+
+def pin(side: int) -> None:
+    """Hold this process on one half of the cores; threads that come later, too."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    os.sched_setaffinity(0, set(cores[half:] or cores) if side else set(cores[:half]))
+
+
+class Slots:
+    """Memory that large messages end in, one slot after the other."""
+
+    def __init__(self) -> None:
+        self._slots = [np.zeros(max(LARGE), np.uint8) for _ in range(_SLOTS)]
+        self._next, self._last = 0, memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """The next slot."""
+        self._next += 1
+        self._last = self._slots[self._next % _SLOTS].data[:nbytes]
+        return self._last
+
+    def answer(self, what: bytes, body: Any) -> Any:
+        """To a request whose body is in its slot, if it has one."""
+        return answer(what, body, self._last)
+
+
+def answer(what: bytes, body: Any, last: Any) -> Any:
+    """To a request. last: the last large message, where it lies."""
+    if what == ECHO:
+        return body
+    if what == CPU:
+        return _WORD.pack(time.process_time_ns())
+    return _WORD.pack(zlib.crc32(last) if what == CHECK else 0)
+
+
+def libzmq_server(url: str, polling: bool, keys: Keys) -> None:
+    """Answers for ever. Large messages are copied into slots: libzmq has them elsewhere."""
+    import zmq
+
+    pin(0)
+    router, slots = zmq.Context().socket(zmq.ROUTER), Slots()
+    if keys:
+        router.curve_server, (router.curve_publickey, router.curve_secretkey) = True, keys
+    router.bind(url)
+    while True:
+        if polling:
+            while not router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                os.sched_yield()
+        peer, what = router.recv(), router.recv()
+        if what == PUSH:
+            body = router.recv(copy=False).buffer
+            slots.take(len(body))[:] = body
+        else:
+            body = router.recv()
+        router.send(peer, zmq.SNDMORE)
+        router.send(slots.answer(what, body))
+
+
+def zmtp_server(address: str, port: int, polling: bool, keys: Keys) -> None:
+    """Answers for ever. Large messages are received into slots."""
+    from zmq.utils import z85
+
+    from zapex.zmtp.connection import Connection, Limits
+    from zapex.zmtp.curve import CurveServer
+    from zapex.zmtp.handshake import Local, Null
+    from zapex.zmtp.reactor import KernelReactor
+    from zapex.zmtp.router import Router
+
+    pin(0)
+    keep_memory()
+    slots, own, limits = Slots(), Local(b"ROUTER"), Limits(max(LARGE), 4)
+
+    def place(earlier: Any, nbytes: int) -> Any:
+        return slots.take(nbytes) if earlier and earlier[0] == PUSH else None
+
+    def make(peer: bytes) -> Connection:
+        if keys is None:
+            return Connection(Null(own), limits, place)
+        pair = z85.decode(keys[0]), z85.decode(keys[1])
+        return Connection(CurveServer(own, *pair, lambda key: "anybody"), limits, place)
+
+    reactor = KernelReactor()
+    router = Router(reactor, reactor.listen(address, port)[0], make)
+    while True:
+        router.poll(0.0 if polling else 1.0)
+        found = router.receive()
+        if found is None and polling:
+            os.sched_yield()
+        while found is not None:
+            peer, (what, body) = found
+            router.send(peer, [memoryview(slots.answer(bytes(what), body))])
+            found = router.receive()
+
+
+def zmq_client(url: str, polling: bool, seconds: float, key: bytes | None) -> dict[str, Any]:
+    """Every figure of a server of either router."""
+    import zmq
+
+    pin(1)
+    dealer = zmq.Context().socket(zmq.DEALER)
+    if key:
+        dealer.curve_serverkey = key
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+    dealer.rcvtimeo = dealer.sndtimeo = 1000 * _TIMEOUT_S
+    dealer.connect(url)
+
+    def begin(what: bytes, body: Any) -> None:
+        dealer.send(what, zmq.SNDMORE)
+        dealer.send(body, copy=len(body) < 1 << 16)
+
+    def take() -> bytes:
+        while polling and not dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            os.sched_yield()
+        return bytes(dealer.recv())
+
+    return measure(begin, take, polling, seconds)
+
+
+def socket_server(address: str, port: int, polling: bool, busy_poll_us: int) -> None:
+    """Answers one connection."""
+    pin(0)
+    listener, slots = socket.create_server((address, port)), Slots()
+    link, _ = listener.accept()
+    tune(link, polling, busy_poll_us)
+    head, small = bytearray(_HEAD.size), memoryview(bytearray(_ECHO_BYTES))
+    while read(link, head, polling):
+        what, nbytes = _HEAD.unpack(head)
+        body = slots.take(nbytes) if what == PUSH else small[:nbytes]
+        read(link, body, polling)
+        link.setblocking(True)
+        link.sendall(slots.answer(what, body))
+        link.setblocking(not polling)
+
+
+def uring_server(address: str, port: int) -> None:
+    """Answers one connection by io_uring: one call into the kernel for each transfer."""
+    import liburing as uring
+
+    pin(0)
+    listener = socket.create_server((address, port))
+    link, _ = listener.accept()
+    tune(link, False, 0)
+    ring, entry = uring.Ring(), uring.Cqe()
+    uring.io_uring_queue_init(8, ring, 0)
+
+    def call(prepare: Callable[..., None], data: Any) -> bool:
+        wanted = uring.io_uring_get_sqe(ring)
+        prepare(wanted, link.fileno(), data, socket.MSG_WAITALL)
+        uring.io_uring_sqe_set_data64(wanted, 1)
+        uring.io_uring_submit_and_wait(ring, 1)
+        uring.io_uring_wait_cqe(ring, entry)
+        moved = entry[0].res
+        uring.io_uring_cq_advance(ring, 1)
+        return bool(moved == len(data))
+
+    slots: dict[int, list[bytearray]] = {n: [bytearray(n) for _ in range(_SLOTS)] for n in LARGE}
+    head, small, last, turn = bytearray(_HEAD.size), bytearray(_ECHO_BYTES), bytearray(), 0
+    while call(uring.io_uring_prep_recv, head):
+        what, nbytes = _HEAD.unpack(head)
+        if what == PUSH:
+            turn += 1
+            last = slots[nbytes][turn % _SLOTS]
+        if nbytes:
+            call(uring.io_uring_prep_recv, last if what == PUSH else small)
+        call(uring.io_uring_prep_send, bytes(answer(what, small, last)))
+
+
+def tune(link: socket.socket, polling: bool, busy_poll_us: int) -> None:
+    """Of a bare socket: no delay; whether the kernel polls the device, or we poll the socket."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if busy_poll_us:
+        link.setsockopt(socket.SOL_SOCKET, SO_BUSY_POLL, busy_poll_us)
+    link.setblocking(not polling)
+
+
+def read(link: socket.socket, into: Any, polling: bool) -> bool:
+    """Fill `into`; False: the connection has ended."""
+    view = memoryview(into)
+    while view:
+        try:
+            count = link.recv_into(view)
+        except BlockingIOError:
+            os.sched_yield()
+            continue
+        if not count:
+            return False
+        view = view[count:]
+    return True
+
+
+def socket_client(
+    address: str, port: int, polling: bool, seconds: float, busy_poll_us: int = 0,
+    zerocopy: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Every figure of a bare socket's server. zerocopy: large messages go by MSG_ZEROCOPY."""
+    pin(1)
+    link = connected(lambda: socket.create_connection((address, port), timeout=_TIMEOUT_S))
+    tune(link, polling, busy_poll_us)
+    sizes: list[int] = []
+    sends = ZeroCopy(link) if zerocopy else None
+
+    def begin(what: bytes, body: Any) -> None:
+        link.setblocking(True)
+        if sends is not None and len(body) > _ECHO_BYTES:
+            link.sendall(_HEAD.pack(what, len(body)))
+            sends.sendall(body)
+        else:
+            link.sendall(b"".join((_HEAD.pack(what, len(body)), body)) if len(body) < 1 << 16
+                         else _HEAD.pack(what, len(body)))  # fmt: skip
+            if len(body) >= 1 << 16:
+                link.sendall(body)
+        link.setblocking(not polling)
+        sizes.append(len(body) if what == ECHO else _WORD.size)
+
+    def take() -> bytes:
+        answer = bytearray(sizes.pop(0))
+        read(link, answer, polling)
+        return bytes(answer)
+
+    found = measure(begin, take, polling, seconds)
+    if busy_poll_us:
+        found["busy_poll_us"] = link.getsockopt(socket.SOL_SOCKET, SO_BUSY_POLL)
+    if sends is not None:
+        found |= {"zerocopy_sends": sends.sends, "zerocopy_copied": sends.copied}
+    return found
+
+
+class ZeroCopy:
+    """Sends from the caller's memory, and waits until the kernel has let go of it.
+
+    sends: calls that the kernel has reported. copied: those that it copied after all, as it must
+    where the receiver is on the same machine.
+    """
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setsockopt(socket.SOL_SOCKET, SO_ZEROCOPY, 1)
+        self._link, self._under_way = link, 0
+        self.sends = self.copied = 0
+
+    def sendall(self, data: Any) -> None:
+        """All of it; returns when its memory may be changed."""
+        view = memoryview(data)
+        while view:
+            view = view[self._link.send(view, MSG_ZEROCOPY) :]
+            self._under_way += 1
+        while self._under_way:
+            try:
+                _, reports, _, _ = self._link.recvmsg(0, 512, MSG_ERRQUEUE)
+            except BlockingIOError:
+                os.sched_yield()
+                continue
+            for _, _, report in reports:
+                # struct sock_extended_err: errno, origin, type, code, pad, first, last
+                _, _, _, code, _, first, last = struct.unpack_from("=IBBBBII", report)
+                count = last - first + 1
+                self._under_way -= count
+                self.sends += count
+                self.copied += count * (code & _COPIED)
+
+
+def measure(
+    begin: Callable[[bytes, Any], None], take: Callable[[], bytes], polling: bool, seconds: float
+) -> dict[str, Any]:
+    """Echoes, then large messages of which two are under way, then nothing at all."""
+
+    def ask(what: bytes, body: Any = b"") -> bytes:
+        begin(what, body)
+        return take()
+
+    def cpu_ns() -> int:
+        return int(_WORD.unpack(ask(CPU))[0])
+
+    body, times = bytes(range(_ECHO_BYTES)), []
+    for _ in range(200):
+        assert ask(ECHO, body) == body
+    before, stop = cpu_ns(), time.monotonic() + seconds
+    while len(times) < 200 or time.monotonic() < stop:
+        start = clock_ns()
+        ask(ECHO, body)
+        times.append(clock_ns() - start)
+    found: dict[str, Any] = {
+        "echo_us": {**percentiles(times, 1000), "p99.9": float(np.percentile(times, 99.9)) / 1000},
+        "echo_server_cpu_us": (cpu_ns() - before) / len(times) / 1000,
+    }
+    for nbytes in LARGE:
+        large = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).data
+        begin(PUSH, large)
+        for _ in range(_SLOTS):  # every slot has been written once before the clock
+            begin(PUSH, large)
+            take()
+        count, before_ns, start = 0, time.process_time_ns(), time.monotonic()
+        while count < 4 or time.monotonic() < start + seconds:
+            begin(PUSH, large)
+            take()
+            count += 1
+        took_s, client_ns = time.monotonic() - start, time.process_time_ns() - before_ns
+        take()
+        assert _WORD.unpack(ask(CHECK))[0] == zlib.crc32(large)
+        name = f"{nbytes >> 20}_mib"
+        found[f"{name}_mb_per_s"] = count * nbytes / took_s / 1e6
+        found[f"{name}_client_cpu_ns_per_byte"] = client_ns / count / nbytes
+    before, start = cpu_ns(), time.monotonic()
+    time.sleep(max(0.5, seconds))
+    found["idle_cpu"] = (cpu_ns() - before) / 1e9 / (time.monotonic() - start)
+    return found

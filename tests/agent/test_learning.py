@@ -1,0 +1,301 @@
+"""The learner against naive twins."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import naive
+from zapex.agent import networks
+from zapex.agent.architecture import state_shapes
+from zapex.agent.learning import DQN, memory_given_back
+from zapex.agent.optimisers import Adam, CentredRMSProp
+from zapex.errors import CheckpointError, ZapexError
+
+SHAPE = (2, 40, 44)
+
+
+def make(precision="float32", shape=SHAPE, dtype=np.uint8, seed=1, **options):
+    network = networks.build(
+        shape, dtype, 3, hidden=16, precision=precision, device="cpu", seed=seed
+    )
+    learner = DQN(network, **options)
+    # A target of its own, so that a mix-up of the two networks shows.
+    other = networks.build(shape, dtype, 3, hidden=16, device="cpu", seed=seed + 50)
+    learner.target.load_flat(other.flat)
+    return learner
+
+
+def batch_of(size, seed=0, shape=SHAPE, dtype=np.uint8):
+    rng = np.random.default_rng(seed)
+
+    def obs():
+        if dtype == np.uint8:
+            return rng.integers(0, 256, (size, *shape), dtype=np.uint8)
+        return rng.normal(size=(size, *shape)).astype(dtype)
+
+    return {
+        "obs": obs(),
+        "next_obs": obs(),
+        "action": rng.integers(3, size=size),
+        "reward": rng.normal(size=size).astype(np.float32),
+        "discount": rng.choice(np.float32([0, 0.97]), size),
+        "weights": rng.random(size, dtype=np.float32),
+    }
+
+
+def q_rows(network, obs):
+    with torch.no_grad():
+        return network(network.to_input(obs)).double().tolist()
+
+
+def flats(learner):
+    tensors = [learner.online.flat, learner.target.flat, *learner.optimiser.state.values()]
+    return torch.cat(tensors).clone()
+
+
+@pytest.mark.parametrize("size", [1, 16, 33])
+def test_td_errors_are_the_double_dqn_targets_minus_the_predictions(size):
+    learner, batch = make(), batch_of(size)
+    expected = naive.double_dqn_td_errors(
+        batch,
+        q_rows(learner.online, batch["obs"]),
+        q_rows(learner.target, batch["next_obs"]),
+        q_rows(learner.online, batch["next_obs"]),
+    )
+    td_errors, metrics = learner.learn(batch)
+    assert (td_errors.dtype, td_errors.shape) == (np.float32, (size,))
+    np.testing.assert_allclose(td_errors, expected, atol=1e-5)
+    assert metrics["td_error"] == pytest.approx(np.abs(expected).mean(), abs=1e-5)
+
+
+def test_a_discount_of_0_looks_at_no_next_observation():
+    batch = batch_of(8)
+    batch["discount"][:] = 0
+    changed = batch | {"next_obs": batch["next_obs"] ^ 255}
+    np.testing.assert_array_equal(make().learn(batch)[0], make().learn(changed)[0])
+
+
+@pytest.mark.parametrize("loss", ["huber", "squared"])
+@pytest.mark.parametrize(("shape", "dtype"), [(SHAPE, np.uint8), ((5,), np.float32)])
+def test_the_gradient_is_that_of_the_weighted_mean_loss(loss, shape, dtype):
+    learner = make(loss=loss, max_grad_norm=0, shape=shape, dtype=dtype)
+    batch = batch_of(12, shape=shape, dtype=dtype)
+    batch["reward"] *= 4  # both sides of Huber's bend
+    twin = learner.online.copy()
+    td_errors, metrics = learner.learn(batch)
+    slopes = np.clip(td_errors, -1, 1) if loss == "huber" else td_errors
+    losses = np.where(
+        np.abs(slopes) == np.abs(td_errors), td_errors**2 / 2, np.abs(td_errors) - 0.5
+    )
+    assert metrics["td_loss"] == pytest.approx((batch["weights"] * losses).mean(), rel=1e-4)
+    chosen = twin(twin.to_input(batch["obs"]))[range(12), batch["action"]]
+    pull = -torch.from_numpy(slopes * batch["weights"] / 12)
+    gradients = torch.autograd.grad(chosen, list(twin.leaves.values()), pull)
+    expected = torch.cat([g.flatten() for g in gradients])
+    if dtype == np.uint8:
+        first = twin.views["conv1.weight"].numel()
+        expected[:first] = (gradients[0].contiguous() / 255).flatten()
+    torch.testing.assert_close(learner.gradient, expected, rtol=1e-4, atol=1e-7)
+    assert metrics["gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-4)
+
+
+def test_a_weight_of_0_teaches_nothing():
+    learner, batch = make(), batch_of(6)
+    batch["weights"][:] = 0
+    before = learner.online.flat.clone()
+    td_errors, _ = learner.learn(batch)
+    assert torch.equal(learner.online.flat, before)
+    assert np.all(td_errors != 0)
+
+
+def test_the_gradient_is_clipped_to_its_norm_and_a_smaller_one_is_left_alone():
+    batch = batch_of(8)
+    norm = make(max_grad_norm=0).learn(batch)[1]["gradient_norm"]
+    free, wide, tight = (make(max_grad_norm=m) for m in (0, norm * 2, norm / 4))
+    for learner in (free, wide, tight):
+        assert learner.learn(batch)[1]["gradient_norm"] == pytest.approx(norm)
+    mean = "mean"
+    assert torch.equal(free.optimiser.state[mean], wide.optimiser.state[mean])
+    clipped = free.optimiser.state[mean] / 4
+    torch.testing.assert_close(tight.optimiser.state[mean], clipped, rtol=1e-4, atol=1e-9)
+
+
+def test_the_target_follows_after_every_period():
+    learner, batch = make(target_period=3), batch_of(4)
+    follows = []
+    for _ in range(7):
+        learner.learn(batch)
+        follows.append(torch.equal(learner.online.flat, learner.target.flat))
+    assert follows == [False, False, True, False, False, True, False]
+    np.testing.assert_array_equal(
+        q_rows(learner.target, batch["obs"]), q_rows(learner.target.copy(), batch["obs"])
+    )
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "adam"])
+def test_each_optimiser_is_its_closed_form(name):
+    learner = make(optimiser=name, lr=0.01, optimiser_eps=1e-4, max_grad_norm=0)
+    start = learner.online.flat.clone()
+    gradients = []
+    for seed in range(3):
+        learner.learn(batch_of(8, seed))
+        gradients.append(learner.gradient.double())
+    twin = naive.centred_rmsprop if name == "rmsprop" else naive.adam
+    options = {"decay": 0.95} if name == "rmsprop" else {}
+    expected = twin(start.double(), gradients, lr=0.01, eps=1e-4, **options)
+    torch.testing.assert_close(learner.online.flat.double(), expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(CentredRMSProp, (1.5e-7, 0.95)), (Adam, (1e-8,))])
+def test_queued_steps_are_those_of_the_cpus_kernel(kind, options):
+    """The tensor operations of a GPU, run here on the CPU, against the loop."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(5, 1000, generator=generator) * 10.0 ** torch.arange(-6, 4).repeat(100)
+    loop, queued = (kind(torch.ones(1000), torch.empty(1000), 0.01, *options) for _ in range(2))
+    for gradient in gradients:
+        loop.gradient.copy_(gradient)
+        loop.step(scale=0.7)
+        queued.gradient.copy_(gradient)
+        queued.step_queued(torch.tensor(0.7), torch.tensor(True))
+        queued.gradient.fill_(torch.nan)
+        queued.step_queued(torch.tensor(0.7), torch.tensor(False))
+    for name in ("parameters", "mean", "mean_square"):
+        mine, other = (getattr(stepper, name) for stepper in (loop, queued))
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    assert loop.steps == queued.steps == len(gradients)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{"optimiser": "adam", "lr": 1e-3}, {"lr": 3e-4}])
+def test_a_batch_learnt_again_and_again_is_learnt(precision, options):
+    learner, batch = make(precision, **options), batch_of(16)
+    batch["discount"][:] = 0
+    losses = [learner.learn(batch)[1]["td_loss"] for _ in range(80)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_bfloat16_learns_nearly_what_float32_learns():
+    batch = batch_of(64)
+    exact, rough = make("float32"), make("bfloat16")
+    (td, facts), (rough_td, rough_facts) = exact.learn(batch), rough.learn(batch)
+    np.testing.assert_allclose(rough_td, td, atol=0.02)
+    assert rough_facts["gradient_norm"] == pytest.approx(facts["gradient_norm"], rel=0.02)
+    a, b = exact.gradient, rough.gradient
+    assert float(a @ b / (a.norm() * b.norm())) > 0.99
+
+
+def test_memory_layout_and_kind_of_batch_do_not_matter():
+    batch = batch_of(16)
+    nhwc = {
+        name: np.ascontiguousarray(batch[name].transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+        for name in ("obs", "next_obs")
+    }
+    tensors = types.SimpleNamespace(**{k: torch.from_numpy(v) for k, v in batch.items()})
+    expected, _ = make().learn(batch)
+    for other in (batch | nhwc, tensors):
+        np.testing.assert_array_equal(make().learn(other)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{"optimiser": "adam"}, {"optimiser": "rmsprop"}])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_resumed_learner_goes_on_bit_for_bit(options, precision):
+    first = make(precision, target_period=4, **options)
+    for seed in range(3):
+        first.learn(batch_of(8, seed))
+    tensors = {name: t.clone() for name, t in first.state_dict_tensors().items()}
+    second = make(precision, target_period=4, seed=9, **options)
+    second.load_state(tensors, first.counters())
+    for seed in range(3, 7):
+        td_errors = [learner.learn(batch_of(8, seed))[0] for learner in (first, second)]
+        np.testing.assert_array_equal(*td_errors)
+    assert torch.equal(flats(first), flats(second))
+    assert first.counters() == second.counters() == {"batches": 7, "optimiser_steps": 7}
+
+
+@pytest.mark.parametrize("optimiser", ["rmsprop", "adam"])
+@pytest.mark.parametrize(("shape", "dtype"), [((5,), np.float32), ((2, 36, 40), np.uint8)])
+def test_a_states_tensors_are_known_without_a_network(shape, dtype, optimiser):
+    dqn = DQN(networks.build(shape, dtype, 3, 8, device="cpu"), optimiser=optimiser)
+    tensors = dqn.state_dict_tensors()
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == state_shapes(shape, dtype, 3, 8)
+
+
+def test_a_state_of_another_shape_is_refused_by_name_and_changes_nothing():
+    learner = make()
+    before = flats(learner)
+    other = make(shape=(3, 40, 44))
+    with pytest.raises(CheckpointError, match=r"conv1.weight is \(32, 3, 8, 8\), here \(32, 2"):
+        learner.load_state(other.state_dict_tensors(), other.counters())
+    tensors = learner.state_dict_tensors()
+    bias = tensors.pop("online.value.bias")
+    with pytest.raises(CheckpointError, match=r"online.value.bias is missing, here \(1,\)"):
+        learner.load_state(tensors, learner.counters())
+    with pytest.raises(CheckpointError, match=r"surplus is \(.*\), here unknown"):
+        learner.load_state(
+            tensors | {"online.value.bias": bias, "surplus": bias}, learner.counters()
+        )
+    with pytest.raises(CheckpointError, match="batches"):
+        learner.load_state(tensors | {"online.value.bias": bias}, {"optimiser_steps": 1})
+    assert torch.equal(flats(learner), before)
+
+
+def test_published_parameters_are_the_online_networks():
+    learner = make()
+    flat = learner.flat_parameters()
+    assert (flat.dtype, flat.nbytes) == (np.float32, 4 * learner.online.num_parameters)
+    learner.learn(batch_of(4))
+    np.testing.assert_array_equal(learner.flat_parameters(), learner.online.flat.numpy())
+
+
+@pytest.mark.parametrize("loss", ["huber", "squared"])
+@pytest.mark.parametrize("reward", [np.inf, np.nan])
+def test_an_infinite_reward_stops_learning_before_it_spoils_the_parameters(loss, reward):
+    learner, batch = make(loss=loss), batch_of(4)
+    batch["reward"][0] = reward
+    before = flats(learner)
+    with pytest.raises(ZapexError, match="not finite after 0 batches"):
+        learner.learn(batch)
+    assert torch.equal(flats(learner), before)
+
+
+def test_what_a_checkpoint_takes_goes_back_to_the_system():
+    def anonymous_kib():
+        status = Path("/proc/self/status").read_text()
+        return int(next(x for x in status.splitlines() if x.startswith("RssAnon")).split()[1])
+
+    make()  # from here on the heap keeps what is freed
+    with memory_given_back():
+        before = anonymous_kib()
+        copy = np.ones(8 << 20)
+        assert anonymous_kib() > before + 60_000
+        del copy
+        assert anonymous_kib() < before + 1_000
+
+
+def test_without_a_learner_on_the_cpu_the_heap_is_left_as_it_is():
+    """A process of its own: malloc cannot be asked, and the tests before have changed it."""
+    code = """
+from pathlib import Path
+from zapex.agent.learning import memory_given_back
+import numpy as np
+
+def kib():
+    status = Path("/proc/self/status").read_text()
+    return int(next(x for x in status.splitlines() if x.startswith("RssAnon")).split()[1])
+
+with memory_given_back():
+    pass
+keep = []
+before = kib()
+for _ in range(3):  # a block above each hole keeps the heap from being trimmed
+    copy = np.ones(8 << 20)
+    keep.append(np.ones(1 << 17))
+    del copy
+assert kib() < before + 30_000, (before, kib())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

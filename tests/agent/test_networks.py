@@ -1,0 +1,199 @@
+"""The networks against plain torch modules with the same parameters."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from zapex.agent import fused, networks, pixels
+from zapex.agent.policy import Policy
+from zapex.errors import ConfigError
+
+SMALL = {"obs_shape": (2, 40, 44), "obs_dtype": np.uint8, "num_actions": 3, "hidden": 16}
+
+
+def build(**changes):
+    return networks.build(**(SMALL | {"device": "cpu", "precision": "float32"} | changes))
+
+
+def images(count, shape=(2, 40, 44), seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+def q_values(network, obs):
+    with torch.no_grad():
+        return network(network.to_input(obs)).numpy()
+
+
+def naive_q(network, obs):
+    """The same arithmetic by torch.nn in float64; features in (height, width, channel) order."""
+    views = {name: view.double() for name, view in network.views.items()}
+    x = torch.from_numpy(obs).double()
+
+    def put(module, name):
+        state = {"weight": views[f"{name}.weight"], "bias": views[f"{name}.bias"]}
+        module.load_state_dict(state)
+        return module
+
+    def dense(name):
+        out, features = views[f"{name}.weight"].shape
+        return put(nn.Linear(features, out, dtype=torch.float64), name)
+
+    if "conv1.weight" in views:
+        x = x / 255.0
+        for name, stride in (("conv1", 4), ("conv2", 2), ("conv3", 1)):
+            out, channels, kernel, _ = views[f"{name}.weight"].shape
+            conv = nn.Conv2d(channels, out, kernel, stride, dtype=torch.float64)
+            x = torch.relu(put(conv, name)(x))
+        x = x.permute(0, 2, 3, 1).flatten(1)
+    else:
+        x = torch.relu(dense("dense1")(x.reshape(len(x), -1)))
+    value, advantage = torch.relu(dense("streams")(x)).chunk(2, dim=1)
+    value, advantage = dense("value")(value), dense("advantage")(advantage)
+    return (value + advantage - advantage.mean(1, keepdim=True)).detach().numpy()
+
+
+def test_the_papers_network_has_13_megabytes_of_parameters():
+    network = networks.build((4, 84, 84), np.uint8, 4, hidden=512)
+    assert network.num_parameters == 3_292_837
+    assert network.flat.shape == (3_292_837,)
+
+
+def channels_last(obs):
+    return np.ascontiguousarray(obs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("stack", [1, 3, 4, 5])
+def test_frames_become_pixels_whatever_the_stack(stack):
+    obs = images(3, (stack, 37, 41))
+    for memory in (obs, channels_last(obs), images(6, (stack, 37, 41))[::2]):
+        out = pixels.channels_last(torch.from_numpy(memory))
+        np.testing.assert_array_equal(out.numpy(), memory)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_image_q_values_equal_a_plain_module_in_either_memory_layout(layout):
+    network, obs = build(), images(5)
+    if layout == "NHWC":
+        obs = channels_last(obs)
+    np.testing.assert_allclose(q_values(network, obs), naive_q(network, obs), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4,), np.float32), ((), np.int64), ((2, 3), np.float64), ((7,), np.uint8)]
+)
+def test_anything_else_is_a_vector(shape, dtype):
+    network = build(obs_shape=shape, obs_dtype=dtype)
+    obs = (np.random.default_rng(1).random((6, *shape)) * 9).astype(dtype)
+    assert network.views["dense1.weight"].shape == (16, max(1, int(np.prod(shape))))
+    np.testing.assert_allclose(q_values(network, obs), naive_q(network, obs), atol=2e-6)
+
+
+def test_bfloat16_is_near_float32_and_its_output_layers_are_float32():
+    exact = build(obs_shape=(4, 84, 84), hidden=512)
+    rough = build(obs_shape=(4, 84, 84), hidden=512, precision="bfloat16")
+    assert rough.leaves["conv1.weight"].dtype == torch.bfloat16
+    assert rough.leaves["advantage.weight"].dtype == torch.float32
+    obs = images(32, (4, 84, 84))
+    assert np.abs(q_values(exact, obs) - q_values(rough, obs)).max() < 5e-3
+    assert len(np.unique(q_values(rough, obs))) == 32 * 3
+
+
+def test_advantages_are_centred_so_one_action_has_only_a_value():
+    network = build(num_actions=1)
+    before = q_values(network, images(3))
+    network.views["advantage.weight"].fill_(100.0)
+    network.refresh()
+    np.testing.assert_allclose(q_values(network, images(3)), before, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("as_buffer", [lambda a: a, bytes, bytearray, lambda a: a.view(np.uint8)])
+def test_flat_parameters_make_an_equal_network_elsewhere(precision, as_buffer):
+    here, there = build(precision=precision, seed=1), Policy(build(precision=precision, seed=2))
+    obs = images(4)
+    assert not np.array_equal(q_values(here, obs), there.q_values(obs))
+    there.load_flat(as_buffer(here.flat.numpy()))
+    np.testing.assert_array_equal(there.q_values(obs), q_values(here, obs))
+
+
+def test_a_buffer_of_another_length_is_refused_by_its_bytes():
+    network = build()
+    with pytest.raises(ConfigError, match=f"{4 * network.num_parameters} bytes, got 12"):
+        network.load_flat(bytes(12))
+
+
+def test_a_copy_shares_no_memory():
+    network = build()
+    twin = network.copy()
+    twin.flat.zero_()
+    twin.refresh()
+    assert not np.any(q_values(twin, images(2)))
+    assert np.all(q_values(network, images(2)))
+
+
+def test_equal_seeds_make_equal_networks():
+    assert torch.equal(build(seed=3).flat, build(seed=3).flat)
+    assert not torch.equal(build(seed=3).flat, build(seed=4).flat)
+
+
+def test_the_smallest_image_works_and_one_less_is_refused():
+    assert q_values(build(obs_shape=(1, 36, 36)), images(1, (1, 36, 36))).shape == (1, 3)
+    for shape in ((1, 35, 36), (84, 84, 4)):
+        with pytest.raises(ConfigError, match=r"\(stack, height, width\).*at least 36"):
+            build(obs_shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"precision": "int8"}, "auto, float32 or bfloat16, got 'int8'"),
+        ({"obs_shape": (0,), "obs_dtype": np.float32}, "at least one element"),
+    ],
+)
+def test_what_no_network_fits_is_said(change, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**change)
+
+
+def test_observations_of_another_shape_are_refused():
+    with pytest.raises(ConfigError, match=r"\(B, 2, 40, 44\), got \(3, 40, 44, 2\)"):
+        Policy(build()).q_values(images(3, (40, 44, 2)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_packed_network_answers_as_before_and_follows_new_parameters(precision):
+    plain, packed = build(precision=precision), build(precision=precision)
+    for value in (0.5, 2.0):
+        for network in (plain, packed):
+            network.flat.mul_(value)
+            network.refresh()
+        packed.pack(6)
+        for count in (6, 4):
+            expected = q_values(plain, images(count))
+            np.testing.assert_allclose(q_values(packed, images(count)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_layer_and_its_gradients_are_the_plain_ones(stride, dtype, monkeypatch):
+    if not fused.AVAILABLE:
+        pytest.skip("torch was built without oneDNN")
+    shape, weights = ((3, 4, 9, 9), (5, 4, 3, 3)) if stride else ((3, 7), (5, 7))
+    generator = torch.Generator().manual_seed(stride)
+
+    def tensor(*size):
+        return torch.randn(size, generator=generator).to(dtype).requires_grad_()
+
+    operands = [tensor(*shape), tensor(*weights), tensor(5)]
+    answers = []
+    for available in (True, False):
+        monkeypatch.setattr(fused, "AVAILABLE", available)
+        monkeypatch.setattr(fused, "_SMALL", 0)
+        y = fused.layer(*operands, stride)
+        slope = torch.arange(y.numel()).reshape(y.shape).to(dtype).sin()
+        answers.append([y, *torch.autograd.grad(y, operands, slope)])
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    for mine, plain in zip(*answers, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,60 @@
+"""What a result says of its machine, and what keeps it from being published."""
+
+import os
+from typing import Any
+
+import pytest
+
+from benchmarks.support.harness import in_rounds
+from benchmarks.support.machine import Watch, cpu_seconds, doubts
+
+QUIET = {"commit": "0123456789ab", "foreign_cpu": 0.01, "steal": 0.0}
+
+
+def test_busy_and_stolen_seconds_are_read_from_proc_stat() -> None:
+    tick = os.sysconf("SC_CLK_TCK")
+    # user (guests are part of it), nice, system, idle, iowait, irq, softirq, steal, guest
+    line = "cpu  " + " ".join(str(n * tick) for n in (10, 1, 5, 900, 40, 2, 3, 7, 4, 0))
+    assert cpu_seconds(line + "\ncpu0 1 2 3 4 5 6 7 8 9 10\n") == (21.0, 7.0)
+
+
+def test_a_watch_reports_shares_of_all_cores_and_the_commit() -> None:
+    report = Watch().report()
+    assert report["foreign_cpu"] >= 0
+    assert report["steal"] >= 0
+    assert report["seconds"] >= 0
+    assert report["commit"] == Watch().facts["commit"]
+
+
+def test_a_clean_commit_on_a_quiet_machine_over_five_rounds_may_be_published() -> None:
+    assert doubts(QUIET, QUIET, 5) == []
+    assert doubts(QUIET, QUIET, None) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "during", "rounds", "reason"),
+    [
+        ({"commit": None}, {"commit": None}, 5, "no git commit"),
+        ({"commit": "0123-dirty"}, {}, 5, "uncommitted changes (0123-dirty)"),
+        ({}, {"commit": "4567"}, 5, "the commit changed meanwhile (0123456789ab to 4567)"),
+        ({}, {}, 4, "4 rounds, fewer than 5"),
+        ({}, {"foreign_cpu": 0.05}, 5, "other processes took 5.0% of the processor"),
+        ({}, {"steal": 0.02}, 5, "the hypervisor took 2.0% of the processor"),
+    ],
+)
+def test_each_reason_against_a_result_is_said(
+    facts: dict[str, Any], during: dict[str, Any], rounds: int, reason: str
+) -> None:
+    assert doubts({**QUIET, **facts}, {**QUIET, **during}, rounds) == [reason]
+
+
+def test_rounds_give_the_median_and_spread_of_every_figure_in_dicts_and_lists() -> None:
+    turns = {"a": iter([1.0, 9.0, 2.0]), "b": iter([30.0, 10.0, 20.0])}
+    found = in_rounds(
+        {name: lambda n=name: {"us": {"p50": next(turns[n])}, "rows": [5.0]} for name in turns}, 3
+    )
+    assert found.medians["a"] == {"us": {"p50": 2.0}, "rows": [5.0]}
+    assert found.medians["b"]["us"]["p50"] == 20.0
+    low, high = found.spreads["a"]["us"]["p50"]
+    assert (low, high) == (pytest.approx(1.2), pytest.approx(7.6))
+    assert found.spreads["b"]["rows"] == [[5.0, 5.0]]

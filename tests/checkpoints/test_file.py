@@ -1,0 +1,477 @@
+"""Checkpoints: whole or not there, whatever is killed, cut short or flipped."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zapex.checkpoints import file as checkpoint
+from zapex.checkpoints.file import BEST, step_name
+from zapex.errors import CheckpointError
+from zapex.machine import disk
+
+DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", ">f4", ">i8"]
+
+
+def save(run_dir, name, mark=0.0, **state):
+    """A checkpoint whose tensors and state both say `mark`."""
+    tensors = {"online.bias": np.full(5, mark, np.float32), "target.bias": np.full((2, 3), mark)}
+    return checkpoint.save(run_dir / "checkpoints", name, tensors, {"mark": mark, **state})
+
+
+def mark_of(path):
+    """The mark of a checkpoint, after a check that all of it is of one save."""
+    found = checkpoint.load(path)
+    assert {float(x) for tensor in found.tensors.values() for x in tensor.flat} == {
+        found.state["mark"]
+    }
+    return found.state["mark"]
+
+
+def files(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def same(left, right):
+    return (
+        left.tensors.keys() == right.tensors.keys()
+        and all(np.array_equal(left.tensors[key], right.tensors[key]) for key in left.tensors)
+        and left.state == right.state
+    )
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.data())
+def test_tensors_of_any_dtype_shape_and_strides_come_back_as_they_were(tmp_path_factory, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    tensors = {}
+    for number in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+        dtype = np.dtype(data.draw(st.sampled_from(DTYPES)))
+        array = np.asarray(rng.integers(100, size=shape)).astype(dtype)
+        tensors[f"t{number}"] = array.T if data.draw(st.booleans()) else np.flip(array)
+    run_dir = tmp_path_factory.mktemp("run")
+    found = checkpoint.load(checkpoint.save(run_dir, step_name(0), tensors, {}))
+    assert found.tensors.keys() == tensors.keys()
+    for name, array in tensors.items():
+        assert found.tensors[name].dtype == array.dtype.newbyteorder("=")
+        assert found.tensors[name].shape == array.shape
+        np.testing.assert_array_equal(found.tensors[name], array)
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_a_generator_goes_on_where_its_saved_state_stood(tmp_path, kind):
+    generator = np.random.Generator(getattr(np.random, kind)(7))
+    generator.integers(9, size=3, dtype=np.uint32)
+    path = save(tmp_path, step_name(1), rng=generator.bit_generator.state)
+    restored = np.random.Generator(getattr(np.random, kind)(0))
+    restored.bit_generator.state = checkpoint.load(path).state["rng"]
+    assert restored.random(50).tolist() == generator.random(50).tolist()
+
+
+def test_numbers_of_numpy_and_infinities_are_state_too(tmp_path):
+    state = {"steps": np.int64(2**62), "best": -np.inf, "returns": np.arange(3), "on": np.True_}
+    found = checkpoint.load(checkpoint.save(tmp_path, BEST, {}, state)).state
+    assert found == {"steps": 2**62, "best": -np.inf, "returns": [0, 1, 2], "on": True}
+
+
+def test_what_json_has_no_word_for_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match="no Posix"):
+        save(tmp_path, BEST, where=tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_dqn_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
+    from zapex.agent import networks
+    from zapex.agent.learning import DQN
+
+    def make(seed, optimiser):
+        network = networks.build((4,), np.float32, 2, hidden=8, device="cpu", seed=seed)
+        return DQN(network, optimiser=optimiser, target_period=3)
+
+    def batch(seed):
+        rng = np.random.default_rng(seed)
+        floats = {
+            "obs": (6, 4),
+            "next_obs": (6, 4),
+            "reward": (6,),
+            "discount": (6,),
+            "weights": (6,),
+        }
+        columns = {name: rng.random(shape, dtype=np.float32) for name, shape in floats.items()}
+        return columns | {"action": rng.integers(2, size=6)}
+
+    for optimiser in ("adam", "rmsprop"):
+        learner, other = make(1, optimiser), make(2, optimiser)
+        for seed in range(4):
+            learner.learn(batch(seed))
+        name = step_name(4)
+        tensors, counters = learner.state_dict_tensors(), learner.counters()
+        path = checkpoint.save(tmp_path / optimiser, name, tensors, {"learner": counters})
+        found = checkpoint.load(path)
+        other.load_state(found.tensors, found.state["learner"])
+        for seed in range(4, 8):
+            np.testing.assert_array_equal(
+                learner.learn(batch(seed))[0], other.learn(batch(seed))[0]
+            )
+
+
+def test_images_of_weights_in_channels_last_memory_are_saved_in_their_shape(tmp_path):
+    import torch
+
+    weight = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    strided = weight.contiguous(memory_format=torch.channels_last)
+    found = checkpoint.load(checkpoint.save(tmp_path, BEST, {"w": strided}, {}))
+    np.testing.assert_array_equal(found.tensors["w"], weight.numpy())
+
+
+# --- which are kept -----------------------------------------------------------------------------
+
+
+def test_the_last_three_and_the_best_are_kept(tmp_path):
+    save(tmp_path, BEST, 0.5)
+    for mark, steps in enumerate((5, 20, 10**12 - 1, 10**12, 2**45)):
+        save(tmp_path, step_name(steps), mark)
+    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [2, 3, 4]
+    assert checkpoint.latest(tmp_path).name == f"step-{2**45}.safetensors"
+    assert mark_of(checkpoint.best(tmp_path)) == 0.5
+
+
+def test_the_order_is_that_of_the_saves_whatever_the_names_say(tmp_path):
+    """A run that was killed and goes on may count fewer steps than a checkpoint's name says."""
+    for mark, steps in enumerate((100, 200, 300, 150, 120)):
+        path = save(tmp_path, step_name(steps), mark)
+        assert checkpoint.latest(tmp_path) == path
+    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [2, 3, 4]
+    assert mark_of(save(tmp_path, step_name(150), 5)) == 5
+    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [2, 4, 5]
+
+
+def test_a_checkpoint_that_cannot_be_read_counts_as_the_newest_and_is_not_passed_over(tmp_path):
+    save(tmp_path, step_name(2), 2)
+    broken = save(tmp_path, step_name(1), 1)
+    broken.write_bytes(b"")
+    assert checkpoint.latest(tmp_path) == broken
+    with pytest.raises(CheckpointError, match="remove it to resume from step-000000000002"):
+        checkpoint.load(broken)
+    broken.unlink()
+    save(tmp_path, step_name(1), 3)
+    assert mark_of(checkpoint.latest(tmp_path)) == 3
+
+
+def test_checkpoints_of_versions_without_numbers_are_older_and_in_the_order_of_their_steps(
+    tmp_path,
+):
+    for steps in (20, 3):
+        path = save(tmp_path, step_name(steps), steps)
+        with safetensors.safe_open(path, framework="np") as file:
+            facts = file.metadata()
+        tensors = checkpoint.load(path).tensors
+        layout = [(n, tensors[n].dtype.str, tensors[n].shape) for n in sorted(tensors)]
+        digest = hashlib.sha256(json.dumps([facts["state"], layout]).encode())
+        for name in sorted(tensors):
+            digest.update(tensors[name].data)
+        del facts["number"]
+        safetensors.numpy.save_file(tensors, path, facts | {"sha256": digest.hexdigest()})
+    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [3, 20]
+    save(tmp_path, step_name(1), 1)
+    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [3, 20, 1]
+
+
+def test_saving_the_same_name_again_replaces_it(tmp_path):
+    for name in (BEST, step_name(7)):
+        for mark in (1.0, 2.0):
+            assert mark_of(save(tmp_path, name, mark)) == mark
+    assert files(tmp_path) == ["best.safetensors", "step-000000000007.safetensors"]
+
+
+def test_files_of_others_are_no_checkpoints_and_stay(tmp_path):
+    save(tmp_path, step_name(1))
+    strangers = ["notes.txt", "step-2.safetensors", "step-copy.safetensors", ".hidden"]
+    for name in strangers:
+        (tmp_path / "checkpoints" / name).write_text("")
+    save(tmp_path, step_name(2))
+    assert len(checkpoint.listing(tmp_path)) == 2
+    assert set(strangers) < set(files(tmp_path))
+
+
+def test_a_run_may_have_no_checkpoints_yet(tmp_path):
+    assert checkpoint.listing(tmp_path / "nowhere") == []
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.best(tmp_path) is None
+
+
+# --- killed at any moment -----------------------------------------------------------------------
+
+
+class EveryLine:
+    """Calls `act(number)` before each line of a save that runs, the number growing."""
+
+    def __init__(self, act):
+        self.act = act
+        self.lines = 0
+
+    def _trace(self, frame, event, arg):
+        if frame.f_code.co_filename not in (checkpoint.__file__, disk.__file__):
+            return None
+        if event == "line":
+            self.lines += 1
+            self.act(self.lines)
+        return self._trace
+
+    def __enter__(self):
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self._before)
+
+
+def a_run(run_dir):
+    """Three steps and a best, all marked 1."""
+    for steps in (1, 2, 3):
+        save(run_dir, step_name(steps), 1.0)
+    save(run_dir, BEST, 1.0)
+
+
+def assert_whole(run_dir):
+    """Nothing of a run is lost: enough steps, a best, and each of them loads."""
+    paths = checkpoint.listing(run_dir)
+    assert len(paths) >= 3
+    assert all(mark_of(path) in (1.0, 2.0) for path in paths)
+    assert mark_of(checkpoint.best(run_dir)) in (1.0, 2.0)
+
+
+def copy(run_dir, to):
+    shutil.copytree(run_dir, to)
+    return to
+
+
+@pytest.mark.parametrize("name", [BEST, step_name(3), step_name(4)])
+def test_a_kill_at_any_line_leaves_whole_checkpoints_and_the_next_save_cleans_up(tmp_path, name):
+    run_dir, killed = tmp_path / "run", tmp_path / "killed"
+    a_run(run_dir)
+    # What a kill leaves behind is what the disk holds at that line.
+    with EveryLine(lambda number: copy(run_dir, killed / str(number))) as lines:
+        save(run_dir, name, 2.0)
+    assert lines.lines > 20
+    seen = set()
+    for number in range(1, lines.lines + 1):
+        left = killed / str(number)
+        assert_whole(left)
+        seen.add(tuple(files(left)))
+        for temporary in left.glob("checkpoints/.*"):
+            # As if another process had written it; no process has a number that large.
+            temporary.rename(temporary.with_suffix(".tmp-999999999"))
+        save(left, name, 2.0)
+        assert files(left) == files(run_dir)
+        assert mark_of(left / "checkpoints" / f"{name}.safetensors") == 2.0
+    assert len(seen) >= 2  # the lines before, with and after the temporary file
+
+
+class Interrupted(BaseException):
+    """What a signal handler may raise anywhere."""
+
+
+@pytest.mark.parametrize("name", [BEST, step_name(4)])
+def test_an_exception_at_any_line_leaves_whole_checkpoints_and_the_next_save_cleans_up(
+    tmp_path, name
+):
+    a_run(tmp_path / "run")
+    with EveryLine(lambda number: None) as lines:
+        save(copy(tmp_path / "run", tmp_path / "whole"), name, 2.0)
+    for wanted in range(1, lines.lines + 1):
+
+        def act(number, wanted=wanted):
+            if number == wanted:
+                raise Interrupted
+
+        run_dir = copy(tmp_path / "run", tmp_path / str(wanted))
+        with pytest.raises(Interrupted), EveryLine(act):
+            save(run_dir, name, 2.0)
+        assert_whole(run_dir)
+        save(run_dir, name, 2.0)
+        assert files(run_dir) == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "open", "unlink"])
+def test_a_disk_that_refuses_is_told_in_one_line_and_leaves_the_old_ones(
+    tmp_path, monkeypatch, call
+):
+    a_run(tmp_path)
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(CheckpointError, match=r"cannot save .*best.*: No space left on dev"):
+            save(tmp_path, BEST, 2.0)
+    assert_whole(tmp_path)
+    save(tmp_path, BEST, 2.0)
+    assert len(files(tmp_path)) == 4
+
+
+def test_the_file_is_on_the_disk_before_its_name_and_its_name_before_old_ones_go(
+    tmp_path, monkeypatch
+):
+    a_run(tmp_path)
+    calls = []
+
+    def record(name):
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            of = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[0])
+            calls.append((name, "tmp" if ".tmp-" in of else os.path.basename(of)))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "replace", "unlink"):
+        record(name)
+    save(tmp_path, step_name(4), 2.0)
+    calls.remove(("unlink", "tmp"))  # there was nothing to remove any more
+    assert calls == [
+        ("fsync", "tmp"),
+        ("replace", "tmp"),
+        ("fsync", "checkpoints"),
+        ("unlink", "step-000000000001.safetensors"),
+    ]
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    a_run(tmp_path)
+    before = files(tmp_path)
+
+    def refuse(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError):
+        save(tmp_path, step_name(4), 2.0)
+    assert files(tmp_path) == before
+
+
+def test_what_a_live_process_is_writing_is_left_to_it(tmp_path):
+    save(tmp_path, BEST)
+    theirs = tmp_path / "checkpoints" / f".best.tmp-{os.getppid()}"
+    own = tmp_path / "checkpoints" / f".best.tmp-{os.getpid()}"
+    theirs.write_text("half")
+    own.write_text("of an earlier process with the same number")
+    save(tmp_path, step_name(1))
+    assert theirs.exists()
+    assert not own.exists()
+
+
+SAVER = """
+import itertools, sys
+from pathlib import Path
+import numpy as np
+from zapex.checkpoints import file as checkpoint
+for mark in itertools.count(int(sys.argv[2])):
+    tensors = {"weights": np.full(100_000, mark)}
+    for name in (checkpoint.step_name(mark), checkpoint.BEST):
+        checkpoint.save(Path(sys.argv[1], 'checkpoints'), name, tensors, {"mark": mark})
+    print(mark, flush=True)
+"""
+
+
+def test_sigkill_while_it_saves_and_saves_loses_nothing(tmp_path):
+    rng = np.random.default_rng(3)
+    mark = 0
+    for _ in range(5):
+        argv = [sys.executable, "-c", SAVER, str(tmp_path), str(mark)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(4):
+                mark = int(process.stdout.readline())
+            time.sleep(rng.uniform(0, 0.01))
+            process.send_signal(signal.SIGKILL)
+            mark = max([mark, *map(int, process.stdout.read().split())])
+        kept = [mark_of(path) for path in checkpoint.listing(tmp_path)]
+        assert mark in kept
+        assert len(kept) >= 3
+        assert mark_of(checkpoint.best(tmp_path)) in (mark, mark + 1)
+
+
+# --- damaged, foreign, of another schema --------------------------------------------------------
+
+
+def test_a_flipped_bit_anywhere_and_every_lost_tail_is_noticed(tmp_path):
+    path = save(tmp_path, step_name(1), 1.0)
+    whole, content = checkpoint.load(path), path.read_bytes()
+    damaged = [content[:length] for length in range(len(content))] + [content + b"\0", b""]
+    bits = np.random.default_rng(0).integers(8, size=len(content))
+    for position, bit in enumerate(bits.tolist()):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << bit
+        damaged.append(bytes(flipped))
+    for version in damaged:
+        path.write_bytes(version)
+        # The header may end in another kind of white space; nothing else may change unnoticed.
+        with contextlib.suppress(CheckpointError):
+            assert same(checkpoint.load(path), whole)
+
+
+def test_a_damaged_checkpoint_names_the_one_to_go_on_from(tmp_path):
+    for steps in (1, 2):
+        path = save(tmp_path, step_name(steps))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"checksum does not match; remove it to resume from step-0+1"
+    ):
+        checkpoint.load(path)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*best"):
+        checkpoint.load(tmp_path / "best.safetensors")
+
+
+def test_a_directory_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot read"):
+        checkpoint.load(tmp_path)
+
+
+def test_tensors_of_another_program_are_no_checkpoint(tmp_path):
+    path = tmp_path / "theirs.safetensors"
+    safetensors.numpy.save_file({"a": np.zeros(3)}, path)
+    with pytest.raises(CheckpointError, match="is not a checkpoint of zapex"):
+        checkpoint.load(path)
+
+
+def test_another_format_names_both(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "FORMAT", "zapex checkpoint 2")
+        path = save(tmp_path, BEST)
+    with pytest.raises(CheckpointError, match=r"'zapex checkpoint 2', but .* 'zapex checkpoint 1'"):
+        checkpoint.load(path)
+
+
+def test_a_checkpoint_of_another_schema_names_what_it_was_made_for_and_what_is_asked(tmp_path):
+    pong = {"env": "ALE/Pong-v5", "obs shape": (4, 84, 84), "actions": np.int64(6)}
+    found = checkpoint.load(save(tmp_path, BEST, schema=pong))
+    checkpoint.check_schema(found, pong)
+    checkpoint.check_schema(found, {"actions": 6})
+    breakout = pong | {"env": "ALE/Breakout-v5", "actions": 4}
+    with pytest.raises(
+        CheckpointError,
+        match="was made for env ALE/Pong-v5, actions 6; this run has env ALE/Breakout-v5, actions ",
+    ):
+        checkpoint.check_schema(found, breakout)
+    with pytest.raises(CheckpointError, match="frame skip unknown; this run has frame skip None"):
+        checkpoint.check_schema(found, {"frame skip": None})

@@ -1,0 +1,457 @@
+"""The command line: which value overrides which, and one clear line for each mistake."""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import time
+import tomllib
+import types
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zapex.agent.architecture import state_shapes
+from zapex.checkpoints import file as checkpoint
+from zapex.cli import main as cli
+from zapex.cli import resolve
+from zapex.config.fields import flag_of
+from zapex.config.settings import FIELDS, Config
+from zapex.envs.environments import EnvironmentSpec
+from zapex.errors import PeerDied
+from zapex.host.parts import PARTS
+from zapex.machine import gpu
+from zapex.machine.resources import Machine
+from zapex.version import __version__
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]
+
+
+class Launched:
+    """Stands in for zapex.run.train: what `train` was called with."""
+
+    def __init__(self) -> None:
+        self.config: Config | None = None
+        self.spec: EnvironmentSpec | None = None
+
+    def train(self, config: Config, spec: EnvironmentSpec) -> int:
+        self.config, self.spec = config, spec
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    seen = Launched()
+    module = types.ModuleType("zapex.run.train")
+    module.train = seen.train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "zapex.run.train", module)
+    monkeypatch.setattr("zapex.run.train", module, raising=False)
+    return seen
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line on stderr of a command that must end with exit code 2."""
+    assert cli.main(list(args)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("zapex: ")
+    return lines[0]
+
+
+def settings_of(capsys: pytest.CaptureFixture[str], *args: str) -> Config:
+    """What `zapex config` prints."""
+    assert cli.main(["config", *args]) == 0
+    return Config.from_dict(tomllib.loads(capsys.readouterr().out))
+
+
+def test_version_and_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zapex {__version__}\n"
+    assert cli.main([]) == 0
+    overview = capsys.readouterr().out
+    assert all(f"zapex {name}" in overview for name in cli.COMMANDS)
+
+
+def helped(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(args))
+    assert not stop.value.code
+    return capsys.readouterr().out
+
+
+def test_help_shows_twelve_flags_with_the_values_that_would_run_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = helped(capsys, "train", "CartPole-v1", "--preset", "laptop", "--help")
+    assert len(re.findall(r"^  --", text, re.M)) == 12
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"--lr NUMBER +Learning rate\. \[0\.0005\]", text), (
+        "the preset's, not the paper's"
+    )
+    assert "--beta" not in text
+    text = helped(capsys, "train", "--lr", "0.5", "--help-all")
+    assert all(flag_of(name) in text for name in FIELDS)
+    assert "[0.5]" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        ("replay", "--listen"),
+        ("actor", "--replay"),
+        ("learner", "--stop-at-return"),
+        ("doctor", "--env"),
+    ],
+)
+def test_each_command_shows_its_own_flags(
+    command: str, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = helped(capsys, command, "--help")
+    assert own in text
+    assert "--resume" not in text or command == "learner"
+
+
+def test_a_short_run_is_evaluated_before_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    laptop = ["--preset", "laptop"]
+    assert settings_of(capsys, *laptop, "--max-minutes", "3").evaluator.eval_period_s == 90
+    assert settings_of(capsys, *laptop, "--max-minutes", "60").evaluator.eval_period_s == 240
+    asked = [*laptop, "--max-minutes", "3", "--eval-period-s", "200"]
+    assert settings_of(capsys, *asked).evaluator.eval_period_s == 200
+
+
+def test_names_that_hands_know_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings_of(capsys, "Acrobot-v1", "--learning_rate", "0.25")
+    assert (config.env.env, config.learner.lr) == ("Acrobot-v1", 0.25)
+    config = settings_of(capsys, "--env-id", "ALE/Pong-v5", "--total-timesteps", "1M", "--track")
+    assert (config.env.env, config.run.max_frames) == ("ALE/Pong-v5", 4_000_000)
+    assert config.run.track
+
+
+def test_output_on_a_full_disk_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["config", *SMALL]) == 2
+    assert capsys.readouterr().err == "zapex: no space is left where the output is written\n"
+
+
+def test_flags_win_over_the_file_the_file_over_the_preset_the_preset_over_the_paper(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[learner]\nlr = 0.5\nbatch_size = "16"\n[replay]\nlearning_starts = 99\n')
+    config = settings_of(capsys, *SMALL, "--config", str(file), "--lr", "0.25", "--seed=2k")
+    assert config.learner.lr == 0.25  # the flag's
+    assert config.learner.batch_size == 16  # the file's
+    assert config.replay.capacity == 4_096  # the preset's
+    assert config.replay.n_step == 3  # the paper's
+    assert config.run.seed == 2_000
+
+
+def test_environment_and_preset_of_a_file_are_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[env]\nenv = "CartPole-v1"\n[run]\npreset = "smoke"\n')
+    config = settings_of(capsys, "--config", str(file))
+    assert (config.env.env, config.run.preset) == ("CartPole-v1", "smoke")
+    assert not config.env.reward_clip
+
+
+def test_auto_is_the_preset_of_a_command_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings_of(capsys, "--env", "CartPole-v1")
+    assert config.run.preset in ("laptop", "workstation")
+
+
+def test_what_config_prints_makes_the_same_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = [*SMALL, "--gamma", "0.9", "--env-kwargs", "sutton_barto_reward=true"]
+    config = settings_of(capsys, *args)
+    assert config.env.env_kwargs == {"sutton_barto_reward": True}
+    file = tmp_path / "run.toml"
+    file.write_text(config.to_toml())
+    assert settings_of(capsys, "--config", str(file)) == config
+
+
+def test_train_gets_the_settings_the_facts_and_a_directory_of_its_own(
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *SMALL, "--exp", "trial", "--seed", "3"]) == 0
+    assert launched.config is not None
+    assert launched.spec is not None
+    assert re.fullmatch(r"runs/CartPole-v1__trial__3__[-0-9]+", launched.config.run.run_dir)
+    assert launched.spec.num_actions == 2
+    assert "--batch-size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("part", "has", "lacks"),
+    [
+        ("replay", {"--capacity", "--actors"}, {"--lr", "--envs-per-actor"}),
+        ("actor", {"--envs-per-actor", "--actors"}, {"--lr", "--capacity", "--eval-episodes"}),
+        ("learner", {"--lr", "--eval-episodes"}, {"--capacity", "--envs-per-actor"}),
+        ("all", {"--lr", "--capacity", "--envs-per-actor", "--eval-episodes"}, set()),
+    ],
+)
+def test_a_host_prints_the_settings_that_its_roles_use(
+    part: str, has: set[str], lacks: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve.prepared(resolve.resolve(SMALL, "train", ""), PARTS[part])
+    shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert has <= shown
+    assert not lacks & shown
+
+
+def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
+    launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    config = settings_of(capsys, *SMALL, "--lr", "0.5")
+    (run / "config.toml").write_text(config.to_toml())
+    assert "runs/a has no checkpoint" in refusal(capsys, "train", "--resume", "runs/a")
+    schema = {"env_id": "CartPole-v1", "num_actions": 2}
+    shapes = state_shapes((4,), np.float32, 2, config.learner.hidden)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    directory, name = run / "checkpoints", checkpoint.step_name(1)
+    path = checkpoint.save(directory, name, tensors, {"schema": schema})
+    assert cli.main(["train", "--resume", "runs/a", "--max-frames", "1M"]) == 0
+    assert launched.config == config.replace(
+        resume="runs/a", run_dir="runs/a", max_frames=1_000_000
+    )
+    capsys.readouterr()
+    line = refusal(capsys, "train", "--resume", "runs/a", "--env", "Acrobot-v1")
+    assert "--env cannot change in a run that goes on" in line
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is damaged" in refusal(capsys, "train", "--resume", "runs/a")
+    checkpoint.save(run / "checkpoints", path.stem, {}, {"schema": {"num_actions": 3}})
+    assert "was made for num_actions 3" in refusal(capsys, "train", "--resume", "runs/a")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr = 3", "the tables env, actor"),
+        ("[learner]\nlrr = 3", "did you mean lr?"),
+        ("[replay]\nlr = 3", "belongs in the table [learner]"),
+        ("[learner]\nlr = 'x'", "--lr must be a finite number, got 'x'"),
+        ("[learner", "is not TOML"),
+        ("\xff", "is not TOML"),
+    ],
+)
+def test_a_bad_settings_file_is_one_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert said in refusal(capsys, "train", *SMALL, "--config", str(file))
+
+
+def test_a_run_directory_that_exists_is_refused_with_the_way_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    line = refusal(capsys, "train", *SMALL, "--run-dir", "taken")
+    assert "zapex train --resume taken" in line
+
+
+def test_a_capacity_that_does_not_fit_is_refused_with_one_that_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    big = ["--env-kwargs", "img_height=210", "img_width=160", "stack_num=16"]
+    line = refusal(capsys, "train", *big, "--capacity", "30M")
+    assert re.search(r"--capacity \d+ fits", line)
+
+
+def test_a_failure_that_is_not_the_users_is_one_line_and_exit_code_1(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die(config: Config, spec: EnvironmentSpec) -> int:
+        raise PeerDied("the replay is gone:\nkilled by signal 9")
+
+    monkeypatch.setattr("zapex.run.train.train", die)
+    assert cli.main(["train", *SMALL]) == 1
+    assert capsys.readouterr().err == "zapex: the replay is gone: killed by signal 9\n"
+
+
+def a_run_of_cartpole(capture: pytest.CaptureFixture[str]) -> Config:
+    """Make the directory `run` with a checkpoint; returns the run's settings."""
+    from zapex.agent import networks
+    from zapex.agent.learning import DQN
+
+    run = Path("run")
+    run.mkdir()
+    config = settings_of(capture, *SMALL, "--hidden", "8")
+    (run / "config.toml").write_text(config.to_toml())
+    network = networks.build((4,), np.float32, 2, 8, device="cpu")
+    tensors = DQN(network).state_dict_tensors()
+    checkpoint.save(run / "checkpoints", checkpoint.step_name(7), tensors, {})
+    return config
+
+
+def test_eval_plays_the_saved_network_and_prints_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = a_run_of_cartpole(capsys), Path("run")
+    assert cli.main(["eval", "run", "--episodes", "3", "--json", "out.json"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert printed[-1].startswith(f"mean {facts['mean']:g}")
+    assert len(facts["returns"]) == 3
+    assert "step-000000000007" in facts["checkpoint"]
+    (run / "config.toml").write_text(config.replace(hidden=9).to_toml())
+    assert "is of another network" in refusal(capsys, "eval", "run")
+    assert "there is best, latest, step-" in refusal(capsys, "eval", "run", "--checkpoint", "x")
+
+
+@pytest.mark.skipif(find_spec("pygame") is None, reason="no pygame")
+def test_a_film_of_a_screen_that_pygame_draws_needs_no_window_and_prints_no_noise(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    a_run_of_cartpole(capfd)
+    assert cli.main(["eval", "run", "--episodes", "1", "--video", "game.mp4"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "pygame" not in out
+    assert Path("game.mp4").stat().st_size > 1000
+
+
+def blocks(language: str, page: str = "README.md") -> str:
+    return "\n".join(re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S))
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/install.md", "docs/commands.md", "docs/many_hosts.md"]
+)
+def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str) -> None:
+    shell = re.sub(r"#.*", "", blocks("sh", page))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"make ([a-z-]+)", shell)) <= set(targets) | {"python"}
+    assert set(re.findall(r"zapex ([a-z]+)", shell)) <= cli.COMMANDS.keys() | {"make"}
+    known = {flag_of(name) for name in FIELDS} | {
+        "--config",
+        "--help",
+        "--help-all",
+        "--episodes",
+        "--video",
+    }
+    known |= {"--listen", "--replay", "--keys", "--with-learner"}
+    assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
+
+
+def test_the_readmes_python_runs() -> None:
+    exec(compile(blocks("python"), "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("lost", ["ignored by C", "made another error"])
+def test_a_ctrl_c_that_is_lost_on_its_way_ends_the_command_all_the_same(
+    lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def command(args: list[str]) -> int:
+        if lost == "ignored by C":
+            ctypes.CFUNCTYPE(None)(interrupted)()  # as Numba's callbacks are
+        try:
+            if lost == "made another error":
+                interrupted()
+        except KeyboardInterrupt:
+            raise ImportError("this extension failed to import") from None
+        time.sleep(20)
+        return 0
+
+    monkeypatch.setitem(cli.COMMANDS, "config", (command, ""))
+    began_s = time.monotonic()
+    assert cli.main(["config"]) == 130
+    assert time.monotonic() - began_s < 15
+    assert capsys.readouterr().err == "zapex: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_keygen_says_which_key_goes_where_and_keeps_what_is_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["keygen", "keys"]) == 0
+    out = capsys.readouterr().out
+    assert "zapex actor needs relay.key and public.json" in out
+    assert {path.name for path in (tmp_path / "keys").iterdir()} == {
+        "replay.key", "relay.key", "learner.key", "reader.key", "client.key", "public.json",
+    }  # fmt: skip
+    assert "never overwritten" in refusal(capsys, "keygen", "keys")
+    assert "zapex keygen DIR" in refusal(capsys, "keygen")
+
+
+H100 = gpu.Gpu("NVIDIA H100", 80 << 30, (9, 0), "535.104", "12.8", True, "convolutions")
+BROKEN = gpu.Gpu(driver="470.57", problem="The NVIDIA driver on your system is too old")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Gpu]:
+    """Machines have one GPU; torch answers with the last one of this list."""
+    answers = [H100]
+    look = Machine.look.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Machine, "look", classmethod(lambda *args, **kw: replace(look(*args, **kw), gpus=1))
+    )
+    monkeypatch.setattr(gpu, "look", lambda: answers[-1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    return answers
+
+
+def test_the_first_lines_say_where_each_role_computes(
+    launched: Launched, one_gpu: list[gpu.Gpu], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *SMALL, "--eval-period-s", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "\nactors: CPU, float32\n" in said
+    assert f"\nlearner: {H100}, float32 (convolutions in TF32)\n" in said
+    assert "evaluator:" not in said
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_gpu_that_cannot_be_used_is_told_loudly_and_no_role_tries_it(
+    launched: Launched, one_gpu: list[gpu.Gpu], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_gpu.append(BROKEN)
+    assert cli.main(["train", *SMALL]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("WARNING: the learner uses the CPU. an NVIDIA GPU (driver 470.57)")
+    assert "to mend it: update the NVIDIA driver" in said.err
+    assert "\nlearner: CPU, float32\n" in said.out
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_gpu_that_was_asked_for_and_cannot_be_used_is_an_error(
+    launched: Launched, one_gpu: list[gpu.Gpu], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_gpu.append(BROKEN)
+    said = refusal(capsys, "train", *SMALL, "--device", "cuda")
+    assert "too old" in said
+    assert "to mend it: update the NVIDIA driver, or --device cpu" in said
+    assert launched.config is None
+
+
+def test_a_role_on_the_cpu_needs_no_answer_from_torch(
+    launched: Launched, one_gpu: list[gpu.Gpu], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(gpu, "look", lambda: pytest.fail("torch was asked"))
+    assert cli.main(["train", *SMALL, "--device", "cpu"]) == 0
+    assert "\nlearner: CPU, float32\n" in capsys.readouterr().out

@@ -1,0 +1,159 @@
+"""A stored run runs nothing that it names before its user has agreed."""
+
+import builtins
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zapex.agent import networks
+from zapex.agent.learning import DQN
+from zapex.checkpoints import file as checkpoint
+from zapex.cli import main as cli
+from zapex.config.settings import Config
+from zapex.envs import environments
+
+ROOT = Path(__file__).parents[2]
+MINE = """
+import gymnasium
+from pathlib import Path
+Path("imported").touch()
+gymnasium.register("Mine-v0", entry_point=lambda: gymnasium.make("CartPole-v1"))
+def env(**options) -> gymnasium.Env:
+    Path("called").touch()
+    return gymnasium.make("CartPole-v1")
+"""
+COMMANDS: dict[str, Callable[[str], list[str]]] = {
+    "eval": lambda run: ["eval", run, "--episodes", "1"],
+    "train --resume": lambda run: ["train", "--resume", run, "--plain"],
+    "learner --resume": lambda run: ["learner", "--resume", run],
+    "config --config": lambda run: ["config", "--config", f"{run}/config.toml"],
+    "doctor --config": lambda run: ["doctor", "--config", f"{run}/config.toml"],
+}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(MINE)
+
+
+def store(env: str, kwargs: dict[str, Any] | None = None) -> str:
+    """A run of CartPole whose settings name another environment."""
+    config = Config().replace(env=env, env_kwargs=kwargs or {}, hidden=8, batch_size=8)
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(config.to_toml())
+    spec = environments.check("CartPole-v1")
+    dqn = DQN(networks.build((4,), "float32", 2, 8, device="cpu"))  # type: ignore[arg-type]
+    schema = {"num_actions": spec.num_actions}
+    checkpoint.save(
+        Path("run/checkpoints"), checkpoint.step_name(1), dqn.state_dict_tensors(),
+        {"schema": schema},
+    )  # fmt: skip
+    return "run"
+
+
+def refused(capsys: pytest.CaptureFixture[str], args: list[str]) -> str:
+    assert cli.main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def left() -> set[str]:
+    """What the module has left behind."""
+    return {path.name for path in Path().iterdir()} - {"mine.py", "run", "__pycache__"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("env", ["subprocess:run", "mine:env", "mine:Mine-v0"])
+def test_a_stored_run_does_not_run_the_module_that_it_names(
+    command: str, env: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kwargs = {"args": ["touch", "pwned"]} if env.startswith("subprocess") else {}
+    line = refused(capsys, COMMANDS[command](store(env, kwargs)))
+    assert f"run/config.toml names '{env}'" in line
+    assert "give --trust" in line
+    assert left() == set()
+
+
+def test_a_trusted_run_still_calls_only_what_is_declared_to_make_environments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = store("subprocess:run", {"args": ["touch", "pwned"]})
+    for flags in (["--trust"], ["--env", "subprocess:run"]):
+        assert "must be a gymnasium.Env class" in refused(capsys, ["eval", run, *flags])
+    assert left() == set()
+
+
+@pytest.mark.parametrize("flags", [["--trust"], ["--env", "mine:env"]])
+def test_what_the_user_trusts_or_names_is_played(flags: list[str]) -> None:
+    assert cli.main(["eval", store("mine:env"), "--episodes", "1", *flags]) == 0
+    assert left() == {"imported", "called"}
+
+
+def test_another_environment_than_the_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, ["eval", store("CartPole-v1"), "--env", "mine:env"])
+    assert "--env is 'mine:env', but run is of 'CartPole-v1'" in line
+    assert left() == set()
+
+
+@pytest.mark.parametrize("kwargs", [{"env_id": "mine:env"}, {"a": {"b": ["mine:env"]}}])
+def test_arguments_that_name_a_module_need_trust_too(
+    kwargs: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "names 'mine:env'" in refused(capsys, ["eval", store("CartPole-v1", kwargs)])
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 2), ("n", 2)])
+def test_at_a_terminal_the_user_is_asked(
+    answer: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answered(question: str) -> str:
+        asked.append(question)
+        return answer
+
+    monkeypatch.setattr(builtins, "input", answered)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert cli.main(["eval", store("mine:env"), "--episodes", "1"]) == code
+    assert asked[0].endswith("Run it? [y/N] ")
+    assert bool(left()) is (code == 0)
+
+
+@pytest.mark.parametrize("line", ['resume = "elsewhere"', 'run_dir = "elsewhere"'])
+def test_a_file_does_not_say_where_a_run_is_written(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(f"[run]\n{line}\n")
+    assert "is for the command line" in refused(capsys, ["train", "--config", "run.toml"])
+
+
+def test_a_file_of_the_working_directory_does_not_replace_an_installed_module(
+    tmp_path: Path,
+) -> None:
+    """`cd` into somebody else's run, `zapex eval .`: its numpy.py is not imported."""
+    for name in ("numpy", "gymnasium", "tomllib", "safetensors"):
+        Path(f"{name}.py").write_text("raise SystemExit('planted')\n")
+    script = (
+        f"import sys; sys.path.append({str(ROOT)!r})\n"
+        "from zapex.cli.main import main; sys.exit(main(['config', 'CartPole-v1']))\n"
+    )
+    done = subprocess.run(  # noqa: PLW1510
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "planted" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.parametrize("depth", [300, 480, 20_000])
+def test_nested_brackets_are_one_line(depth: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of which some can be parsed and are no argument of CartPole."""
+    Path("run.toml").write_text("[env]\nenv_kwargs = {a = " + "[" * depth + "]" * depth + "}\n")
+    line = refused(capsys, ["config", "CartPole-v1", "--config", "run.toml"])
+    assert "run.toml is not TOML" in line or "cannot be made with" in line

@@ -1,0 +1,92 @@
+"""The loop: who turns it, what it carries out, and its one start and end in a process."""
+
+import signal
+import threading
+import time
+
+import greenlet
+import pytest
+
+from tests.support import fstack
+from tests.support.transport_rigs import goes_on
+from zapex.errors import ConfigError
+from zapex.fstack.loop import Setup, loop_of
+
+PATIENCE_S = 20.0
+
+
+class Alarm(Exception):
+    pass
+
+
+def test_an_exception_of_a_signal_reaches_the_code_that_turns_and_the_loop_goes_on() -> None:
+    loop = fstack.loop()
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    former = signal.signal(signal.SIGALRM, ring)
+    try:
+        for _ in range(20):  # it comes at any point of a turn
+            with pytest.raises(Alarm):
+                turn_until_alarm(loop)
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    loop.turn()
+    assert not loop.ended
+
+
+def turn_until_alarm(loop) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s:
+        loop.turn()
+
+
+def test_another_thread_cannot_turn_it() -> None:
+    loop, said = fstack.loop(), []
+
+    def turn() -> None:
+        try:
+            loop.turn()
+        except greenlet.error as error:
+            said.append(error)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert len(said) == 1
+    loop.turn()
+
+
+def test_a_process_starts_f_stack_with_one_set_up() -> None:
+    assert loop_of(fstack.setup()) is fstack.loop()
+    with pytest.raises(ConfigError, match="it starts only once"):
+        loop_of(Setup("another", "set-up"))
+
+
+def test_the_last_listener_ends_f_stack_and_it_does_not_start_again() -> None:
+    setup = fstack.standin()  # a real one has its port in this process
+    host = fstack.addresses(setup)[0]
+    assert goes_on(f"""
+from zapex.errors import ConfigError
+from zapex.fstack.loop import Setup, loop_of
+from zapex.fstack.reactor import FstackReactor
+import os
+out = os.dup(1)
+os.dup2(2, 1)  # F-Stack prints, too
+setup = Setup({setup.library!r}, {setup.config!r}, {setup.arguments!r})
+loop = loop_of(setup)
+one, two = FstackReactor(loop), FstackReactor(loop)
+one.listen({host!r}, {fstack.free_port()})
+one.close_all()
+assert not loop.ended
+loop.turn()
+two.close_all()
+assert loop.ended
+try:
+    loop_of(setup)
+except ConfigError as error:
+    assert "only once" in str(error)
+    os.dup2(out, 1)
+""")

@@ -1,0 +1,388 @@
+"""The writer: every transition as the naive twin has it, as soon as it is complete."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chunks.test_builder import Game
+from tests.support.keys import indices_of
+from tests.support.naive import NaiveNStep
+from zapex.chunks.columns import Column
+from zapex.chunks.layout import COUNT
+from zapex.chunks.schema import Schema
+from zapex.errors import ConfigError, InvalidPriority, ReplayError, SchemaError
+from zapex.library.prioritized import PrioritizedReplay
+
+GAMMA = 0.9
+
+
+def new_replay(stack=2, n=2, capacity=4000, chunk=8, **options):
+    columns = {
+        "obs": Column((3, 2), np.uint8, stack=stack),
+        "action": Column((), np.int64),
+        "mask": Column((2,), np.float32),
+    }
+    schema = Schema(columns, n_step=n, gamma=GAMMA)
+    options = {"alpha": 1.0, "eps": 0.0, "seed": 0, "streams": 4, **options}
+    return PrioritizedReplay(capacity, schema, chunk=chunk, **options)
+
+
+class VectorGame:
+    """Streams that reset themselves as Gymnasium's three modes do."""
+
+    def __init__(self, rng, streams, stack, padding, autoreset, end):
+        self.rng, self.end, self.autoreset = rng, end, autoreset
+        self.game = Game(rng, streams, stack, padding)
+        self.over = np.zeros(streams, bool)
+
+    def reset(self):
+        for i in range(len(self.over)):
+            self.game.reset(i)
+        return self.game.seen.copy()
+
+    def step(self):
+        """(next_obs, reward, terminated, truncated, final_obs, begun)."""
+        streams = len(self.over)
+        begun = self.over if self.autoreset == "next_step" else np.zeros(streams, bool)
+        for i in range(streams):
+            self.game.reset(i) if begun[i] else self.game.step(i)
+        reward = np.where(begun, 0.0, self.rng.integers(-3, 4, streams))
+        terminated = ~begun & (self.rng.random(streams) < self.end)
+        truncated = ~begun & (self.rng.random(streams) < self.end)
+        self.over = terminated | truncated
+        final = self.game.seen.copy()
+        if self.autoreset == "same_step":
+            for i in np.flatnonzero(self.over):
+                self.game.reset(i)
+        return self.game.seen.copy(), reward, terminated, truncated, final, begun
+
+
+def play(rng, replay, *, streams, steps, autoreset, padding="zero", end=0.1, final="array"):
+    """Random play into a writer and into the twins; checks after each step what can be drawn."""
+    schema = replay.core.layout.schema
+    writer = replay.writer(streams, autoreset)
+    env = VectorGame(rng, streams, schema.stack, padding, autoreset, end)
+    twins = [NaiveNStep(schema.n_step, GAMMA) for _ in range(streams)]
+    obs = env.reset()
+    writer.reset(obs)
+    for i, twin in enumerate(twins):
+        twin.begin(obs[i])
+    for step in range(steps):
+        obs, reward, terminated, truncated, last, begun = env.step()
+        action = 1000 * step + np.arange(streams)
+        mask = rng.random((streams, 2)).astype(np.float32)
+        priority = 1.0 + rng.random(streams)
+        final_obs = None
+        if autoreset == "same_step" and env.over.any():
+            final_obs = last
+            if final == "objects":
+                final_obs = np.full(streams, None, object)
+                for i in np.flatnonzero(env.over):
+                    final_obs[i] = last[i]
+        writer.add(
+            action=action, reward=reward, next_obs=obs, terminated=terminated,
+            truncated=truncated, priority=-priority, final_obs=final_obs, mask=mask,
+        )  # fmt: skip
+        for i, twin in enumerate(twins):
+            if begun[i]:
+                twin.begin(obs[i])
+                continue
+            twin.add(
+                (action[i], mask[i], priority[i]), reward[i], last[i],
+                bool(terminated[i]), bool(env.over[i]), 0.0, 0.0,
+            )  # fmt: skip
+            if env.over[i] and autoreset == "same_step":
+                twin.begin(obs[i])
+        if autoreset == "disabled" and env.over.any():
+            for i in np.flatnonzero(env.over):
+                env.game.reset(i)
+                twins[i].begin(env.game.seen[i].copy())
+            writer.reset(env.game.seen, env.over)
+        assert replay.core.inserted == sum(len(twin.transitions) for twin in twins)
+    return writer, [row for twin in twins for row in twin.transitions]
+
+
+def check_rows(replay, expected):
+    """Every transition that can be drawn is one of the twins'; returns how many there are."""
+    positive = np.flatnonzero(replay.core.tree.leaves)
+    assert len(positive) == len(replay)
+    batch = replay.empty_batch(len(positive))
+    keys = replay.core.store.keys_of(positive)
+    assert replay.core.store.gather(keys, batch.layout, batch.memory, batch.keys) == 0
+    assert indices_of(replay.core.store, keys)[1] == len(keys)
+    twins = {row[1][0]: row for row in expected}
+    assert len(twins) == len(expected)
+    for i, index in enumerate(positive):
+        obs, (_, mask, priority), reward, discount, next_obs, _ = twins[batch.action[i]]
+        np.testing.assert_array_equal(batch.obs[i], obs)
+        np.testing.assert_array_equal(batch.next_obs[i], next_obs)
+        np.testing.assert_array_equal(batch["mask"][i], mask)
+        np.testing.assert_allclose(batch.reward[i], reward, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(batch.discount[i], discount, rtol=1e-6)
+        np.testing.assert_allclose(replay.core.tree.leaves[index], priority, rtol=1e-6)
+    assert len(set(batch.action.tolist())) == len(positive)
+    assert replay.core.tree.check_valid() == (True, "")
+    return len(positive)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31), streams=st.integers(1, 4), stack=st.integers(1, 3),
+    n=st.integers(1, 4), autoreset=st.sampled_from(["next_step", "same_step", "disabled"]),
+    padding=st.sampled_from(["zero", "repeat", "distinct"]),
+    end=st.sampled_from([0.0, 0.05, 0.4]), final=st.sampled_from(["array", "objects"]),
+)  # fmt: skip
+def test_every_transition_is_the_twins_and_can_be_drawn_at_once(
+    seed, streams, stack, n, autoreset, padding, end, final
+):
+    rng = np.random.default_rng(seed)
+    replay = new_replay(stack, n)
+    _, expected = play(
+        rng, replay, streams=streams, steps=40, autoreset=autoreset, padding=padding, end=end,
+        final=final,
+    )  # fmt: skip
+    assert check_rows(replay, expected) == len(expected)
+
+
+@pytest.mark.parametrize("chunk", [3, 8])
+def test_resets_in_mid_episode_never_close_a_chunk_without_a_row(tmp_path, chunk):
+    replay = new_replay(n=3, capacity=200, chunk=chunk)
+    writer, twin = replay.writer(1), NaiveNStep(3, GAMMA)
+    game = Game(np.random.default_rng(0), 1, 2, "distinct")
+    mask, action = np.zeros((1, 2), np.float32), 0
+    for turn in range(60):
+        game.reset(0)
+        writer.reset(game.seen)
+        twin.begin(game.seen[0].copy())
+        for _ in range(1 + (turn % 2) + 4 * (turn % 13 == 12)):  # mostly fewer steps than n
+            game.step(0)
+            action += 1
+            writer.add(
+                action=[action], reward=[1.0], next_obs=game.seen, terminated=[False],
+                truncated=[False], priority=[1.0], mask=mask,
+            )  # fmt: skip
+            twin.add((action, mask[0], 1.0), 1.0, game.seen[0].copy(), False, False, 0.0, 0.0)
+        live = replay.core.ledger.live
+        assert (replay.core.store.header_rows[live, COUNT] > 0).all()
+    assert check_rows(replay, twin.transitions) == len(twin.transitions) > 8
+    replay.save(tmp_path)
+    assert check_rows(PrioritizedReplay.load(tmp_path), twin.transitions) == len(replay)
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+def test_a_small_memory_keeps_the_newest_and_never_an_open_chunk_goes(autoreset):
+    rng = np.random.default_rng(4)
+    replay = new_replay(capacity=40, chunk=4)
+    writer, expected = play(rng, replay, streams=4, steps=60, autoreset=autoreset)
+    assert 40 - 4 <= check_rows(replay, expected) <= 40
+    newest = {row[1][0] for row in expected if row[1][0] >= 57_000}
+    drawn = set(replay.sample(len(replay), method="without_replacement").action.tolist())
+    assert newest <= drawn
+    writer.close()
+    assert replay.core.ledger.counts["granted"] == 0
+    assert len(replay) >= 36
+
+
+def test_keys_of_a_growing_chunk_stay_good_while_it_grows():
+    rng = np.random.default_rng(0)
+    replay = new_replay(n=1)
+    writer = replay.writer(1)
+    obs = np.zeros((1, 2, 3, 2), np.uint8)
+    writer.reset(obs)
+    step = {"terminated": [False], "truncated": [False], "mask": np.zeros((1, 2), np.float32)}
+    seen = []
+    for t in range(12):
+        obs = np.concatenate([obs[:, 1:], rng.integers(1, 255, (1, 1, 3, 2), np.uint8)], 1)
+        writer.add(action=[t], reward=[0.0], next_obs=obs, **step)
+        seen.append(int(replay.sample(1).keys[0]))
+        assert replay.update_priorities(np.array(seen), np.ones(t + 1)) == (t + 1, 0)
+
+
+def first_and_step(streams=2):
+    obs = np.zeros((streams, 2, 3, 2), np.uint8)
+    step = {
+        "action": np.zeros(streams, np.int64), "reward": np.zeros(streams), "next_obs": obs,
+        "terminated": np.zeros(streams, bool), "truncated": np.zeros(streams, bool),
+        "mask": np.zeros((streams, 2), np.float32),
+    }  # fmt: skip
+    return obs, step
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"next_obs": np.zeros((3, 2, 3, 2), np.uint8)}, SchemaError, "next_obs must have shape"),
+        ({"next_obs": np.zeros((2, 2, 3, 2))}, SchemaError, "next_obs must be uint8"),
+        ({"next_obs": {"a": 1}}, SchemaError, "next_obs must be uint8"),
+        ({"action": np.zeros(2)}, SchemaError, "action must be int64, got float64"),
+        ({"action": np.zeros((2, 1), np.int64)}, SchemaError, "action must have shape"),
+        ({"reward": np.zeros(3)}, SchemaError, "reward must have shape"),
+        ({"reward": np.zeros(2, complex)}, SchemaError, "reward must be float64"),
+        ({"reward": np.array([0.0, np.nan])}, ConfigError, "finite float32, got nan of stream 1"),
+        ({"reward": np.array([-np.inf, 0.0])}, ConfigError, "got -inf of stream 0"),
+        ({"reward": np.array([1e38, 0.0])}, ConfigError, r"got 1e\+38 of stream 0"),
+        ({"terminated": np.zeros(2)}, SchemaError, "terminated must be bool"),
+        ({"truncated": False}, SchemaError, "truncated must have shape"),
+        ({"mask": np.zeros((2, 3), np.float32)}, SchemaError, "mask must have shape"),
+        ({"other": np.zeros(2)}, SchemaError, r"extra columns are \['mask'\], got \['mask', 'o"),
+        ({"priority": np.array([1.0, np.nan])}, InvalidPriority, "got nan in row 1"),
+        ({"priority": np.array([np.inf, 1.0])}, InvalidPriority, "got inf in row 0"),
+        ({"next_obs": np.full((2, 2, 3, 2), 9, np.uint8)}, SchemaError, "shifted by one frame"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_clear_error_and_changes_nothing(change, error, message):
+    replay = new_replay(n=1)
+    writer = replay.writer(2)
+    obs, step = first_and_step()
+    writer.reset(obs)
+    writer.add(**step)
+    before = replay.core.store.mem.tobytes(), replay.core.tree.leaves.tobytes(), replay.stats()
+    with pytest.raises(error, match=message):
+        writer.add(**{**step, **change})
+    assert before == (
+        replay.core.store.mem.tobytes(),
+        replay.core.tree.leaves.tobytes(),
+        replay.stats(),
+    )
+    writer.add(**step)
+    assert len(replay) == 4
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+def test_a_step_before_the_first_observation_is_refused(autoreset):
+    writer = new_replay().writer(2, autoreset)
+    with pytest.raises(ReplayError, match="stream 0 is over or never began"):
+        writer.add(**first_and_step()[1])
+
+
+def test_an_episode_that_was_not_begun_again_is_refused_where_nobody_else_begins_it():
+    writer = new_replay().writer(2, "disabled")
+    obs, step = first_and_step()
+    writer.reset(obs)
+    writer.add(**{**step, "terminated": np.array([False, True])})
+    with pytest.raises(ReplayError, match="stream 1 is over"):
+        writer.add(**step)
+    writer.reset(obs, np.array([False, True]))
+    writer.add(**step)
+
+
+def test_same_step_needs_the_last_observation_of_an_episode():
+    writer = new_replay().writer(2, "same_step")
+    obs, step = first_and_step()
+    writer.reset(obs)
+    with pytest.raises(ReplayError, match='give final_obs=info\\["final_obs"\\]'):
+        writer.add(**{**step, "truncated": np.array([True, False])})
+    writer.add(**step)
+
+
+def test_dict_observations_and_their_last_ones():
+    schema = Schema(
+        {"obs/image": Column((2,), np.uint8, stack=2), "obs/pose": Column((), np.float32),
+         "action": Column((1,), np.float32)},
+        n_step=1,
+    )  # fmt: skip
+    replay = PrioritizedReplay(64, schema, seed=0, chunk=4)
+    writer = replay.writer(2, "same_step")
+
+    def obs(*numbers):
+        images = [[[n - 1] * 2, [n] * 2] for n in numbers]
+        return {"image": np.array(images, np.uint8), "pose": np.array(numbers, np.float32)}
+
+    writer.reset(obs(1, 101))
+    final = np.array([None, {"image": obs(1, 102)["image"][1], "pose": 102.0}], object)
+    writer.add(
+        action=np.zeros((2, 1)), reward=np.zeros(2), next_obs=obs(2, 51),
+        terminated=np.zeros(2, bool), truncated=np.array([False, True]), final_obs=final,
+    )  # fmt: skip
+    batch = replay.sample(2, method="without_replacement")
+    order = np.argsort(batch.obs["pose"])
+    np.testing.assert_array_equal(batch.obs["pose"][order], [1, 101])
+    np.testing.assert_array_equal(batch.next_obs["pose"][order], [2, 102])
+    np.testing.assert_array_equal(batch.next_obs["image"][order][:, :, 0], [[1, 2], [101, 102]])
+
+
+def test_more_streams_than_the_memory_has_room_for_are_refused_until_some_close():
+    replay = new_replay(capacity=64, chunk=8)
+    with pytest.raises(ConfigError, match=r"5 streams .* take more than half"):
+        replay.writer(5)
+    first = replay.writer(4)
+    with pytest.raises(ConfigError, match="close"):
+        replay.writer(1)
+    first.close()
+    first.close()
+    with pytest.raises(ReplayError, match="closed"):
+        first.reset(first_and_step(4)[0])
+    with replay.writer(4) as second:
+        second.reset(first_and_step(4)[0])
+
+
+def test_an_unknown_autoreset_mode_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"next_step.*same_step.*disabled"):
+        new_replay().writer(1, "sometimes")
+
+
+def test_samples_per_insert_holds_each_side_until_the_other_has_come():
+    replay = new_replay(n=1, samples_per_insert=2.0, tolerance=16, min_size_to_sample=4)
+    writer = replay.writer(2)
+    obs, step = first_and_step()
+    writer.reset(obs)
+    for _ in range(2):
+        assert not replay.can_sample(2)
+        writer.add(**step)
+    with pytest.raises(ReplayError, match="the learner waits"):
+        replay.sample(2)  # what came before min_size_to_sample is not owed for
+    for _ in range(4):
+        writer.add(**step)
+    with pytest.raises(ReplayError, match="actors wait for the learner"):
+        writer.add(**step)
+    assert replay.can_sample(8)
+    replay.sample(8)
+    writer.add(**step)
+    while replay.can_sample(4):
+        replay.sample(4)
+    assert (replay.core.sampled, replay.core.inserted) == (20, 14)
+
+
+def test_threads_that_write_sample_and_update_lose_nothing():
+    replay = new_replay(n=1, capacity=200, chunk=8, samples_per_insert=4.0, timeout_s=30.0)
+    errors, start = [], threading.Barrier(3)
+
+    def guarded(work):
+        def run():
+            try:
+                start.wait(30)
+                work()
+            except Exception as error:
+                errors.append(error)
+
+        return threading.Thread(target=run)
+
+    def write():
+        writer = replay.writer(2)
+        obs, step = first_and_step()
+        writer.reset(obs)
+        for _ in range(300):
+            writer.add(**step)
+
+    applied = []
+
+    def learn():
+        rng = np.random.default_rng(1)
+        while sum(a + s for a, s in applied) < 2000:
+            if replay.can_sample(8):
+                batch = replay.sample(8)
+                applied.append(replay.update_priorities(batch.keys, rng.random(8)))
+
+    threads = [guarded(write), guarded(write), guarded(learn)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not errors
+    assert replay.core.inserted == 1200
+    assert replay.core.updates_applied + replay.core.updates_stale == replay.core.sampled >= 2000
+    assert replay.core.tree.check_valid() == (True, "")

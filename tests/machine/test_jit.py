@@ -1,0 +1,86 @@
+"""The cache of kernels: an edit of a source in any package is seen, whoever calls the kernel."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "zapex"
+
+# The outer kernel is in zapex.replay, the inner one, which says what a key's transition is, in
+# zapex.chunks.
+SCRIPT = """
+import numpy as np
+from zapex.chunks.keys import LEAST_KEY
+from zapex.chunks.layout import COUNT, GENERATION, HEADER_WORDS, LIVE, STATE
+from zapex.machine.jit import CACHE_DIRECTORY
+from zapex.replay.sampling import reprioritise_kernel
+from zapex.sumtree_numba import SumTree
+headers = np.zeros(HEADER_WORDS, np.int64)
+headers[STATE], headers[COUNT], headers[GENERATION] = LIVE, 1, 1
+slots, tree = (headers, 8, 0), SumTree(8).arrays
+applied, stale, _ = reprioritise_kernel(np.array([LEAST_KEY]), np.ones(1), 1.0, 0.0, slots, tree)
+hits = sum(reprioritise_kernel.stats.cache_hits.values())
+print(applied, stale, hits, CACHE_DIRECTORY)
+"""
+
+
+def run_in(root: Path, cache: Path) -> list[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=root, env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        stdout=subprocess.PIPE, text=True, check=True, timeout=280,
+    )  # fmt: skip
+    return result.stdout.split()
+
+
+@pytest.mark.timeout(600)
+def test_an_edit_of_a_kernel_in_a_package_runs_in_kernels_of_others(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "zapex", ignore=shutil.ignore_patterns("__pycache__"))
+    cache = tmp_path / "cache"
+    applied, stale, hits, first = run_in(tmp_path, cache)
+    assert (applied, stale, hits) == ("1", "0", "0")
+    assert run_in(tmp_path, cache) == ["1", "0", "1", first]
+    source = tmp_path / "zapex" / "chunks" / "keys.py"
+    text = source.read_text()
+    rule = "and offset < headers[header + COUNT]"
+    assert text.count(rule) == 1
+    source.write_text(text.replace(rule, "and offset < 0"))
+    applied, stale, hits, second = run_in(tmp_path, cache)
+    assert (applied, stale, hits) == ("0", "1", "0")
+    assert second != first
+
+
+FORKED = """
+import os, signal, threading, time
+import numba
+from numba.core.compiler_lock import global_compiler_lock
+import zapex.sumtree_kernels
+
+twice = numba.njit(lambda x: 2 * x)
+held = threading.Event()
+
+def hold():
+    with global_compiler_lock:
+        held.set()
+        time.sleep(0.3)
+
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(twice(3.0) != 6.0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), twice(2.0))
+"""
+
+
+def test_a_fork_while_a_thread_compiles_gives_a_child_that_can_compile():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], cwd=PACKAGE.parent, capture_output=True, text=True,
+        timeout=90, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "4.0"]

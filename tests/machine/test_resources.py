@@ -1,0 +1,113 @@
+"""Machine: what a run may use, within a container's limits, from the kernel's files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zapex.machine.resources import Machine, numa_nodes, parse_cpus
+
+GIB = 2**30
+
+
+def machine_at(root: Path, files: dict[str, str], cpus: set[int] | None = None) -> Machine:
+    for name, text in {"proc/meminfo": "MemAvailable:    8388608 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Machine.look(None, root, cpus or {0, 1, 2, 3})
+
+
+def test_a_containers_limits_count_in_cgroup_version_2(tmp_path: Path) -> None:
+    machine = machine_at(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/app\n",
+            "sys/fs/cgroup/pod/memory.max": f"{3 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{2 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+            "sys/fs/cgroup/pod/app/memory.max": "max\n",
+            "sys/fs/cgroup/pod/app/memory.current": "7\n",
+            "sys/fs/cgroup/pod/app/cpu.max": "150000 100000\n",
+        },
+    )
+    assert machine == Machine(cores=1, memory_bytes=3 * GIB // 2, gpus=0)
+
+
+def test_a_containers_limits_count_in_cgroup_version_1(tmp_path: Path) -> None:
+    machine = machine_at(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/the/hosts/path\n2:cpu,cpuacct:/the/hosts/path\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "0\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "100000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert machine == Machine(cores=1, memory_bytes=GIB, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 2), ("0", 1), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,1,2", 2)]
+)
+def test_gpus_are_counted_as_cuda_would_show_them(
+    tmp_path: Path, visible: str | None, count: int
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert Machine.look(visible, tmp_path).gpus == count
+
+
+def topology(cores: int, nodes: int = 1, smt: int = 2) -> dict[str, str]:
+    """Files of a machine whose thread i and i + cores share a core, as on most PCs."""
+    files = {"proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx512_bf16 sse\n"}
+    for cpu in range(smt * cores):
+        siblings = ",".join(str(cpu % cores + cores * i) for i in range(smt))
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = siblings + "\n"
+    each = cores // nodes
+    for node in range(nodes):
+        first = node * each
+        ranges = [f"{first + cores * i}-{first + each - 1 + cores * i}" for i in range(smt)]
+        files[f"sys/devices/system/node/node{node}/cpulist"] = ",".join(ranges) + "\n"
+    return files
+
+
+def test_cores_are_physical_ones_and_nodes_are_those_that_may_be_used(tmp_path: Path) -> None:
+    files = topology(cores=32, nodes=2)
+    whole = machine_at(tmp_path, files, cpus=set(range(64)))
+    assert whole == Machine(32, 8 * GIB, 0, smt=2, nodes=2, cpu_bfloat16=True)
+    assert str(whole).startswith("32 cores of 2 threads, 2 NUMA nodes, 8.0 GiB free")
+    half = Machine.look(None, tmp_path, cpus=set(range(16)))
+    assert half == Machine(16, 8 * GIB, 0, smt=1, nodes=1, cpu_bfloat16=True)
+    both_threads = Machine.look(None, tmp_path, cpus={0, 32, 1, 33})
+    assert both_threads == Machine(2, 8 * GIB, 0, smt=2, nodes=1, cpu_bfloat16=True)
+
+
+def test_a_quota_is_in_cores_and_is_never_more_than_there_are(tmp_path: Path) -> None:
+    quota = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "600000 100000\n"}
+    files = topology(cores=4) | quota
+    assert machine_at(tmp_path, files, cpus=set(range(8))).cores == 4
+    assert machine_at(tmp_path, topology(cores=16) | quota, cpus=set(range(32))).cores == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("", set()), ("5\n", {5}), ("0-2,8,10-11\n", {0, 1, 2, 8, 10, 11})]
+)
+def test_the_kernels_lists_of_cpus_are_read(text: str, cpus: set[int]) -> None:
+    assert parse_cpus(text) == cpus
+
+
+def test_a_kernel_without_nodes_has_none(tmp_path: Path) -> None:
+    assert numa_nodes(tmp_path) == {}
+    assert machine_at(tmp_path, {}).nodes == 1
+
+
+def test_the_limit_of_open_files_is_raised_for_children_too() -> None:
+    code = "from zapex.machine.resources import open_files_limit as f; import os; print(f())"
+    script = f"ulimit -Sn 64; {sys.executable} -c '{code}; os.system(\"ulimit -n\")'; ulimit -Hn"
+    said = subprocess.check_output(["bash", "-c", script], text=True, timeout=60).split()
+    assert len(set(said) - {"unlimited"}) <= 1 or said[0] == "-1"
+    assert said[1] == said[2] != "64"

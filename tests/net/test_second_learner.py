@@ -1,0 +1,53 @@
+"""A second learner does not end the first one's training by chance."""
+
+import pytest
+
+from tests.support.transport_rigs import (
+    Memory,
+    NetworkReplay,
+    layout_of,
+    make_link,
+    nothing_left_open,
+    until,
+)
+from zapex.errors import Fenced, Refused
+
+__all__ = ["nothing_left_open"]  # a fixture of every test here
+
+
+def test_a_learner_of_another_run_is_refused_and_the_first_one_trains_on() -> None:
+    layout = layout_of(400)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    first = make_link(server.url, "learner", 1, layout, incarnation=1)
+    until(lambda: first.is_open, lambda: (server.turn(), first.do_work()), "a welcome")
+    second = make_link(server.url, "learner", 2, layout, incarnation=2)
+    with pytest.raises(Refused, match=r"the learner at .* trains with this replay: .*--take-over"):
+        until(lambda: False, lambda: (server.turn(), second.do_work()))
+    again = make_link(server.url, "learner", 1, layout, incarnation=3)  # its own next incarnation
+    until(lambda: again.is_open, lambda: (server.turn(), again.do_work()), "a welcome")
+
+
+def test_a_learner_that_takes_over_replaces_the_first_which_is_told() -> None:
+    layout = layout_of(400)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    first = make_link(server.url, "learner", 1, layout, incarnation=1)
+    until(lambda: first.is_open, lambda: (server.turn(), first.do_work()), "a welcome")
+    second = make_link(server.url, "learner", 2, layout, incarnation=2, actors=1)
+    until(lambda: second.is_open, lambda: (server.turn(), second.do_work()), "a welcome")
+    with pytest.raises(Fenced, match="a newer learner has replaced this one"):
+        until(lambda: False, lambda: (server.turn(), first.do_work()))
+
+
+def test_the_place_of_a_learner_whose_connections_are_closed_is_free() -> None:
+    layout = layout_of(400)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    first = make_link(server.url, "learner", 1, layout, incarnation=1)
+    until(lambda: first.is_open, lambda: (server.turn(), first.do_work()), "a welcome")
+    first.close()
+    until(
+        lambda: not any(any(s.peers) for s in server.server.sessions.of_roles("learner")),
+        server.turn,
+        "the end of its connections",
+    )
+    second = make_link(server.url, "learner", 2, layout, incarnation=2)
+    until(lambda: second.is_open, lambda: (server.turn(), second.do_work()), "a welcome")

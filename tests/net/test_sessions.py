@@ -1,0 +1,118 @@
+"""Who has which actor numbers, and for how long: sessions under a clock of the test's own."""
+
+import numpy as np
+import pytest
+
+from tests.fuzz.decoders import FORM
+from zapex.chunks.batch import aligned_zeros
+from zapex.chunks.layout import HEADER_WORDS
+from zapex.host.roster import Roster
+from zapex.net import sessions as net_sessions
+from zapex.net.sessions import Session, Sessions
+from zapex.wire.control import Error, Hello
+
+CONFIG = {"gamma": 0.99}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def sessions_of(actors: int, clock: Clock, closed: list[bytes] | None = None) -> Sessions:
+    headers = np.zeros((1, HEADER_WORDS), np.int64)
+    roster = Roster(aligned_zeros(Roster.required_bytes(actors)), actors, headers)
+    hang_up = [] if closed is None else closed
+    return Sessions(FORM, CONFIG, roster, hang_up.append, clock)
+
+
+def joins(
+    sessions: Sessions, host: int, incarnation: int = 1, role: str = "relay", address: str = ""
+) -> Session | Error:
+    peer = f"{host}.{incarnation}".encode()
+    actors = int(role in ("relay", "client"))
+    hello = Hello(role, host, incarnation, 0, FORM.schema.hash, actors, CONFIG)
+    found = sessions.join(peer, hello, None, address)
+    if isinstance(found, Session):
+        sessions.connect(found, 0, peer)
+    return found
+
+
+def test_a_host_that_only_said_hello_keeps_its_numbers_while_its_processes_start() -> None:
+    clock = Clock()
+    sessions = sessions_of(1, clock)
+    clock.now_s = 20.0  # the server knows by now who is there
+    assert isinstance(joins(sessions, 1), Session)
+    sessions.forget_peer(b"1.1")  # its parent has asked for numbers, and its relay is starting
+    clock.now_s += 59.0
+    assert isinstance(joins(sessions, 2), Error)
+    relay = joins(sessions, 1, incarnation=2)
+    assert isinstance(relay, Session)
+    assert relay.actors == (0,)
+
+
+def test_a_library_client_that_only_said_hello_loses_its_number_after_ten_seconds() -> None:
+    clock = Clock()
+    sessions = sessions_of(1, clock)
+    clock.now_s = 20.0
+    assert isinstance(joins(sessions, 1, role="client"), Session)
+    clock.now_s += 9.0
+    assert isinstance(joins(sessions, 2, role="client"), Error)
+    clock.now_s += 2.0
+    assert isinstance(joins(sessions, 2, role="client"), Session)
+
+
+def test_a_host_that_never_comes_back_loses_its_numbers() -> None:
+    clock = Clock()
+    sessions = sessions_of(1, clock)
+    clock.now_s = 20.0
+    assert isinstance(joins(sessions, 1), Session)
+    clock.now_s += 61.0
+    assert isinstance(joins(sessions, 2), Session)
+
+
+def test_a_host_that_has_spoken_loses_its_numbers_after_ten_seconds_of_silence() -> None:
+    clock = Clock()
+    sessions = sessions_of(1, clock)
+    clock.now_s = 20.0
+    assert isinstance(joins(sessions, 1), Session)
+    assert sessions.of_peer(b"1.1") is not None
+    clock.now_s += 9.0
+    assert isinstance(joins(sessions, 2), Error)
+    clock.now_s += 2.0
+    assert isinstance(joins(sessions, 2), Session)
+
+
+def test_of_too_many_of_one_address_the_longest_silent_gives_way_and_no_other_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(net_sessions, "MOST_SESSIONS", 3)
+    closed: list[bytes] = []
+    sessions = sessions_of(2, Clock(), closed)
+
+    def there() -> list[int]:
+        return sorted(session.host for session in sessions.of_roles("reader", "relay"))
+
+    for host in (1, 2):
+        joins(sessions, host, address="10.0.0.1")  # with actor numbers: they do not count
+    for host in (3, 4, 5):
+        joins(sessions, host, role="reader", address="10.0.0.1")
+    joins(sessions, 6, role="reader", address="10.0.0.2")
+    assert there() == [1, 2, 3, 4, 5, 6]
+    assert not closed
+    assert sessions.of_peer(b"3.1") is not None  # heard again
+    joins(sessions, 7, role="reader", address="10.0.0.1")
+    assert there() == [1, 2, 3, 5, 6, 7]
+    assert closed == [b"4.1"]
+
+
+def test_a_replay_with_a_learner_on_its_host_refuses_another_one() -> None:
+    sessions = sessions_of(1, Clock())
+    sessions.takes_learner = False
+    refusal = joins(sessions, 1, role="learner")
+    assert isinstance(refusal, Error)
+    assert refusal.text == "this replay has its learner on its own host"
+    assert isinstance(joins(sessions, 2), Session)

@@ -1,0 +1,81 @@
+"""Who is told of the whole run's counts, and in which order."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.stress.insider_world import LIMITS, layout
+from zapex.chunks.batch import aligned_zeros
+from zapex.host.metrics import RoleMetrics
+from zapex.host.parts import PARTS
+from zapex.host.plan import HostPlan
+from zapex.net.sessions import Session
+from zapex.net.statistics import StatsHandler, StatsReader
+from zapex.shm_transport import HostMemory
+from zapex.wire.control import REPLAY, Stats
+from zapex.wire.header import Kind, as_buffer
+
+ACTORS = 2
+
+
+def memory_of(part: str) -> HostMemory:
+    plan = HostPlan(
+        replay=layout(), actors=ACTORS, envs_per_actor=2, batch_size=8, prefetch=1,
+        parameter_bytes=1000, beta=0.4, eval_episodes=1, part=PARTS[part],
+    )  # fmt: skip
+    pids = [-1] * len(plan.roles)
+    return HostMemory(plan, aligned_zeros(plan.nbytes), aligned_zeros(8), pids, create=True)
+
+
+class FakeServer:
+    """A link server whose messages arrive at once, or not at all."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[Kind, Any] = {}
+        self.chores: list[Any] = []
+        self.form = SimpleNamespace(limits=LIMITS)
+        self.learners: list[Session] = []
+        self.refuses: set[int] = set()  # numbers that cannot be sent now
+        self.sent: list[tuple[Session, Stats]] = []
+        self.sessions = SimpleNamespace(
+            of_roles=lambda *roles: iter(self.learners), of_actor=lambda number: self.relay
+        )
+        self.relay = Session("relay", 1, 1, 0.0, actors=(0, 1))
+        self.transitions = lambda number: 10_000
+
+    def send(self, session: Session, channel: int, stats: Stats) -> object:
+        if stats.number in self.refuses:
+            return None
+        self.sent.append((session, stats))
+        return object()
+
+
+def test_a_learner_that_takes_over_in_the_middle_of_a_round_counts_nothing_twice() -> None:
+    server, now_s = FakeServer(), [0.0]
+    handler = StatsHandler(server, memory_of("replay"), lambda: now_s[0])  # type: ignore[arg-type]
+    for number in range(ACTORS):
+        block = RoleMetrics(bytearray(RoleMetrics.required_bytes()), "actor", create=True)
+        block.enter("environment")
+        block.add("frames", 500)
+        stats = Stats(number, 0, as_buffer(block.as_bytes()), as_buffer(np.empty(0, np.uint8)))
+        server.handlers[Kind.STATS](server.relay, stats)
+    first = Session("learner", 8, 1, 0.0)
+    server.learners, server.refuses = [first], {REPLAY}
+    for _ in range(3):
+        handler.do_work()
+    assert [stats.number for _, stats in server.sent] == [0, 1]  # the replay's own is left
+
+    second, link = Session("learner", 9, 1, 0.0), SimpleNamespace(handlers={}, on_welcome=[])
+    host = memory_of("learner")
+    StatsReader(link, host)  # type: ignore[arg-type]
+    link.on_welcome[0](SimpleNamespace(epoch=5), 0)
+    server.learners, server.refuses = [second], set()
+    for _ in range(3):
+        now_s[0] += 1.0
+        handler.do_work()
+    for session, stats in server.sent:
+        if session is second:
+            link.handlers[Kind.STATS](stats)
+    # What was played before this learner's run began is in its base already.
+    assert [host.metrics(f"actor {i}").snapshot(alive=True)["frames"] for i in range(2)] == [0, 0]

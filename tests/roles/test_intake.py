@@ -1,0 +1,373 @@
+"""Credit, eviction and dead actors' slots: a slot never has two owners."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from zapex.chunks.batch import aligned_zeros
+from zapex.chunks.columns import Column
+from zapex.chunks.layout import COMMITTED, COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
+from zapex.chunks.schema import Schema
+from zapex.chunks.store import set_state_kernel
+from zapex.replay.core import ReplayCore, ReplayLayout
+from zapex.replay.limiter import LimiterConfig
+from zapex.roles.intake import Intake
+from zapex.transport import Incarnation
+
+STREAMS, CHUNK, CAPACITY = 2, 4, 32
+SCHEMA = Schema({"obs": Column((2,), np.float32), "action": Column((), np.int64)}, n_step=1)
+
+
+class FakeSource:
+    """Actors as lists: what they were granted, and what they hand over next."""
+
+    def __init__(self, actors: int, sent: list[int]) -> None:
+        self.grants: list[list[tuple[int, list[int]]]] = [[] for _ in range(actors)]
+        self.sent = sent  # slots that each link has carried: outlives the replay
+        self.handed_over: list[list[int]] = [[] for _ in range(actors)]
+        self.changes: list[Incarnation] = []
+        self.full = False
+
+    def ready(self) -> bool:
+        return True
+
+    def take_in(self) -> Sequence[Incarnation]:
+        changes, self.changes = self.changes, []
+        return changes
+
+    def committers(self) -> list[int]:
+        return [actor for actor, slots in enumerate(self.handed_over) if slots]
+
+    def committed(self, actor: int) -> NDArray[np.int64]:
+        slots, self.handed_over[actor] = self.handed_over[actor], []
+        return np.array(slots, np.int64)
+
+    def has_room(self, actor: int, count: int) -> bool:
+        return not self.full
+
+    def next_grant(self, actor: int) -> int:
+        return self.sent[actor]
+
+    def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
+        self.sent[actor] += len(slots)
+        self.grants[actor].append((incarnation, slots.tolist()))
+
+
+class Rig:
+    """An intake, its replay and its source."""
+
+    def __init__(
+        self, actors: int = 1, samples_per_insert: float = 0.0, tolerance: int = 0
+    ) -> None:
+        self.actors = actors
+        self.limits = LimiterConfig(
+            samples_per_insert=samples_per_insert, min_size_to_sample=1, tolerance=tolerance,
+            grant=STREAMS * CHUNK, batch=1, capacity=CAPACITY,
+        )  # fmt: skip
+        self.memory: NDArray[np.uint8] | None = None
+        self.sent = [0] * actors
+        self.attach()
+
+    def attach(self) -> None:
+        """A new life of the replay, on the same memory if there is some."""
+        streams = self.actors * STREAMS
+        layout = ReplayLayout(SCHEMA, CAPACITY, streams, CHUNK)
+        if self.memory is None:
+            self.memory = aligned_zeros(layout.nbytes)
+        self.source = FakeSource(self.actors, self.sent)
+        self.replay = ReplayCore(layout, buffer=self.memory)
+        self.intake = Intake(
+            self.source, self.replay, self.limits, actors=self.actors, streams_per_actor=STREAMS
+        )
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        return self.replay.store.header_rows
+
+    def live(self, actor: int, incarnation: int) -> None:
+        """The actor has a new life, or with 0 none; one look at it."""
+        self.source.changes.append(Incarnation(actor, incarnation))
+        self.intake.do_work(0, 0)
+
+    def write(self, slot: int, count: int = CHUNK, sequence: int = 0, incarnation: int = 1) -> None:
+        """What an actor does to a slot before it hands it over."""
+        row = self.rows[slot]
+        row[COUNT], row[SEQUENCE], row[INCARNATION], row[STATE] = (
+            count, sequence, incarnation, COMMITTED,
+        )  # fmt: skip
+
+    def hand_over(self, *slots: int, actor: int = 0, issued: int = 0, released: int = 0) -> int:
+        self.source.handed_over[actor].extend(slots)
+        return self.intake.do_work(issued, released)
+
+
+def test_nobody_gets_a_slot_before_it_lives() -> None:
+    rig = Rig()
+    assert rig.intake.do_work(0, 0) == 0
+    assert rig.source.grants == [[]]
+
+
+def test_a_grant_is_a_slot_for_each_stream_and_bears_the_life_that_it_is_for() -> None:
+    rig = Rig()
+    rig.live(0, 17)
+    ((incarnation, slots),) = rig.source.grants[0]
+    assert incarnation == 17
+    assert len(set(slots)) == STREAMS
+    assert (rig.rows[slots, STATE] == GRANTED).all()
+
+
+def test_more_slots_come_as_soon_as_fewer_than_a_credit_are_out_and_never_before() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    (_, slots) = rig.source.grants[0][0]
+    assert rig.intake.do_work(0, 0) == 0
+    rig.write(slots[0])
+    rig.hand_over(slots[0])
+    assert len(rig.source.grants[0]) == 2
+    rig.write(slots[1])
+    rig.hand_over(slots[1])
+    assert len(rig.source.grants[0]) == 2, "two are still out"
+
+
+@pytest.mark.parametrize("whose", ["another's", "nobody's"])
+def test_a_slot_that_was_not_granted_to_this_actor_is_refused(whose: str) -> None:
+    rig = Rig(actors=2)
+    rig.live(0, 1)
+    rig.live(1, 2)
+    theirs = rig.source.grants[1][0][1]
+    rig.write(theirs[0])
+    rig.hand_over(theirs[0] if whose == "another's" else 9, actor=0)
+    assert rig.intake.refused == 1
+    assert len(rig.replay) == 0
+
+
+@pytest.mark.parametrize("number", [-1, 10**6, -(2**62)])
+def test_a_number_that_is_no_slot_is_refused(number: int) -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    rig.hand_over(number)
+    assert rig.intake.refused == 1
+
+
+def test_a_slot_that_is_not_whole_is_refused_and_stays_out() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slots = rig.source.grants[0][0][1]
+    rig.hand_over(slots[0])
+    assert rig.intake.refused == 1
+    assert rig.replay.ledger.counts["granted"] == STREAMS
+
+
+def test_a_slot_that_is_handed_over_twice_counts_once() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slot = rig.source.grants[0][0][1][0]
+    rig.write(slot)
+    rig.hand_over(slot, slot)
+    assert (rig.intake.inserted, rig.intake.refused) == (CHUNK, 1)
+
+
+@pytest.mark.parametrize("count", [0, -3, CHUNK + 1, 2**40])
+def test_an_impossible_count_is_refused_and_the_slot_is_free_again(count: int) -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slot = rig.source.grants[0][0][1][0]
+    rig.write(slot, count)
+    free = rig.replay.ledger.free
+    rig.hand_over(slot)
+    assert rig.intake.refused == 1
+    assert len(rig.replay) == 0
+    # One came back, and as fewer than a credit were out, two went.
+    assert rig.replay.ledger.free == free + 1 - STREAMS
+
+
+def test_a_dead_actors_whole_chunks_are_kept_in_their_order_and_the_rest_is_free() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slots = rig.source.grants[0][0][1]
+    rig.write(slots[0], sequence=5)
+    rig.hand_over(slots[0])  # brings a second grant
+    second = rig.source.grants[0][1][1]
+    rig.write(second[1], count=2, sequence=6)
+    rig.write(slots[1], count=3, sequence=7)  # both whole, neither handed over
+    rig.live(0, 0)
+    assert len(rig.replay) == CHUNK + 2 + 3
+    assert rig.replay.ledger.live == [slots[0], second[1], slots[1]]
+    assert rig.replay.ledger.counts["granted"] == 0
+    assert rig.intake.limiter.outstanding == 0
+
+
+def test_a_new_life_that_comes_before_the_death_was_seen_inherits_nothing() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    former = rig.source.grants[0][0][1]
+    rig.live(0, 2)
+    incarnation, slots = rig.source.grants[0][1]
+    assert incarnation == 2
+    assert (rig.rows[slots, INCARNATION] == 2).all()
+    assert rig.replay.ledger.counts["granted"] == STREAMS
+    rig.write(former[0])
+    rig.hand_over(*(set(former) - set(slots)))
+    assert len(rig.replay) == 0
+
+
+def test_a_link_without_room_gets_no_grant_until_it_has_some() -> None:
+    rig = Rig()
+    rig.source.full = True
+    rig.live(0, 1)
+    assert rig.source.grants == [[]]
+    assert rig.replay.ledger.counts["granted"] == 0
+    rig.source.full = False
+    rig.intake.do_work(0, 0)
+    assert len(rig.source.grants[0]) == 1
+
+
+def test_the_limiter_is_charged_at_the_grant_and_refunded_for_what_did_not_come() -> None:
+    rig = Rig(samples_per_insert=1.0, tolerance=STREAMS * CHUNK + 1)
+    rig.live(0, 1)
+    slots = rig.source.grants[0][0][1]
+    rig.write(slots[0], count=1)  # opens the limiter: one slot is still out
+    rig.hand_over(slots[0])
+    assert rig.intake.limiter.owed == CHUNK, "for the slot that is out"
+    assert rig.intake.waiting == {0}
+    rig.write(slots[1], count=1)
+    rig.hand_over(slots[1])
+    assert rig.intake.limiter.owed == 1 + STREAMS * CHUNK, "refunded, so the next grant fits"
+
+
+def test_the_oldest_chunks_go_and_rest_in_quarantine_until_answers_are_released() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    written = []
+    while len(written) <= CAPACITY // CHUNK:
+        _, slots = rig.source.grants[0][-1]
+        for slot in slots:
+            rig.write(slot, sequence=len(written))
+            written.append(slot)
+        rig.hand_over(*slots, issued=3, released=2)
+    assert len(rig.replay) == CAPACITY
+    evicted = written[: len(written) - CAPACITY // CHUNK]
+    assert rig.replay.evicted == CHUNK * len(evicted)
+    assert rig.replay.ledger.quarantined == evicted
+    rig.intake.do_work(3, 3)
+    assert rig.replay.ledger.counts["quarantined"] == 0
+
+
+def test_a_replay_that_dies_while_it_evicts_leaves_nothing_drawable_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    for sequence in range(CAPACITY // CHUNK):
+        slot = rig.source.grants[0][sequence // STREAMS][1][sequence % STREAMS]
+        rig.write(slot, sequence=sequence)
+        rig.hand_over(slot)
+    for where in ("zapex.chunks.ledger.SlotLedger.evict", "zapex.replay.core.forget_kernel"):
+        with monkeypatch.context() as patch:
+
+            def die(*args: object) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(where, die)
+            with pytest.raises(KeyboardInterrupt):
+                rig.replay.evict_oldest()
+        rig.attach()
+        leaves = rig.replay.tree[np.arange(rig.replay.tree.capacity)]
+        drawable = set((np.flatnonzero(leaves) // CHUNK).tolist())
+        assert drawable <= set(np.flatnonzero(rig.rows[:, STATE] == LIVE).tolist())
+
+
+def test_a_new_life_of_the_replay_takes_over_what_is_whole_and_knows_what_is_out() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slots = rig.source.grants[0][0][1]
+    rig.write(slots[0])
+    rig.hand_over(slots[0])
+    rig.write(slots[1], count=2)  # whole; the former life never heard of it
+    out = rig.source.grants[0][1][1]
+    rig.attach()
+    assert len(rig.replay) == CHUNK + 2
+    assert rig.intake.inserted == 2
+    assert (rig.rows[slots, STATE] == LIVE).all()
+    assert rig.intake.granted == [set(out)]
+    assert rig.intake.limiter.outstanding == CHUNK * STREAMS
+    rig.live(0, 1)
+    assert rig.source.grants == [[]], "this life has its credit"
+    rig.write(out[0])
+    rig.hand_over(slots[1], out[0])  # the first was taken over already
+    assert rig.intake.refused == 1
+    assert len(rig.replay) == 2 * CHUNK + 2
+
+
+@pytest.mark.parametrize("stored", [1, STREAMS])
+def test_slots_that_a_dead_replay_had_granted_and_not_sent_are_granted_again(
+    stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(actors=2)
+    rig.live(0, 1)
+    states: list[int] = []
+
+    def die_at_last(headers: NDArray[np.int64], slot: int, state: int) -> None:
+        set_state_kernel(headers, slot, state)
+        states.append(state)
+        if len(states) == stored:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zapex.chunks.ledger.set_state_kernel", die_at_last)
+        with pytest.raises(KeyboardInterrupt):
+            rig.live(1, 2)
+    assert states == [GRANTED] * stored
+    assert rig.source.grants[1] == [], "nobody has heard of them"
+    free = CAPACITY // CHUNK + 2 * 2 * STREAMS + 8 - STREAMS
+    rig.attach()
+    assert rig.replay.ledger.counts == {
+        "free": free, "granted": STREAMS, "live": 0, "quarantined": 0,
+    }  # fmt: skip
+    assert rig.intake.limiter.outstanding == CHUNK * STREAMS
+    rig.live(0, 1)
+    rig.live(1, 2)
+    assert [len(grants) for grants in rig.source.grants] == [0, 1]
+    assert rig.replay.ledger.counts["granted"] == 2 * STREAMS
+
+
+def test_what_an_actor_held_that_died_while_the_replay_was_dead_comes_back() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    rig.attach()
+    assert rig.replay.ledger.counts["granted"] == STREAMS
+    rig.live(0, 0)  # the first look says who is dead, too
+    assert rig.replay.ledger.counts["granted"] == 0
+
+
+@pytest.mark.parametrize("count", [0, -3, CHUNK + 1, 2**40])
+def test_a_new_life_of_the_replay_refuses_what_no_chunk_can_be(count: int) -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slots = rig.source.grants[0][0][1]
+    rig.write(slots[0], count)
+    rig.write(slots[1])
+    rig.attach()
+    assert (rig.intake.refused, len(rig.replay)) == (1, CHUNK)
+    assert rig.rows[slots, STATE].tolist() == [FREE, LIVE]
+    assert rig.intake.limiter.outstanding == 0
+
+
+def test_an_actor_that_is_always_first_gets_no_more_than_the_others_under_a_limit() -> None:
+    rig = Rig(actors=3, samples_per_insert=1.0, tolerance=STREAMS * CHUNK + 1)
+    for actor in range(3):
+        rig.live(actor, 1)
+    for _ in range(30):
+        for actor in range(3):  # whatever was granted is full at once
+            for slot in [s for _, slots in rig.source.grants[actor] for s in slots]:
+                if slot in rig.intake.granted[actor]:
+                    rig.write(slot)
+                    rig.hand_over(slot, actor=actor)
+        while rig.intake.limiter.can_sample(1):
+            rig.intake.limiter.sample(1)
+        rig.intake.do_work(0, 0)
+    grants = [len(of_actor) for of_actor in rig.source.grants]
+    assert max(grants) - min(grants) <= 1
+    assert min(grants) > 5

@@ -1,0 +1,326 @@
+"""The learner: what it asks for, sends back, publishes and saves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zapex.chunks.batch import Batch
+from zapex.chunks.columns import Column
+from zapex.chunks.layout import BatchLayout
+from zapex.chunks.schema import Schema
+from zapex.errors import Diverged, ZapexError
+from zapex.host.metrics import RoleMetrics
+from zapex.roles.learner import Learner
+from zapex.transport import Sampled
+
+COLUMNS = {"obs": Column((2,), np.float32), "action": Column((), np.int64)}
+LAYOUT = BatchLayout(Schema(COLUMNS, n_step=1), 4)
+
+
+class FakeSource:
+    """Batches on demand; `room` says how many updates it takes."""
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+        self.there = 0
+        self.room = 1000
+        self.updates: list[tuple[list[int], list[float]]] = []
+        self.polled = 0
+        self.memories: list[tuple[Batch, Batch | None]] = []
+
+    def request(self) -> None:
+        self.outstanding += 1
+
+    def ready(self) -> bool:
+        return self.there > 0
+
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
+        if not self.there:
+            return None
+        self.there -= 1
+        self.outstanding -= 1
+        self.polled += 1
+        self.memories.append((batch, following))
+        batch.keys[:] = np.arange(4) + 4 * self.polled
+        return Sampled(torn=1, live=9)
+
+    def update(self, keys: np.ndarray, priorities: np.ndarray) -> bool:
+        if not self.room:
+            return False
+        self.room -= 1
+        self.updates.append((keys.tolist(), priorities.tolist()))
+        return True
+
+
+class FakeSink:
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.published: list[int] = []
+
+    def publish(self, version: int, parameters: np.ndarray) -> None:
+        assert version > self.version
+        assert parameters.dtype == np.uint8
+        self.version = version
+        self.published.append(version)
+
+
+class FakeDqn:
+    learned = 0
+    factor = 1.0
+
+    def flat_parameters(self) -> np.ndarray:
+        return np.zeros(3, np.float32)
+
+    def learn(self, batch: Batch, phase: Any) -> Any:
+        phase("forward")
+        self.learned += 1
+        facts = {"td_loss": 0.25, "q_values": 2.0, "td_error": 1.0, "gradient_norm": 3.0}
+        td_errors = np.array([-3.0, 1.0, 2.0, 0.0], np.float32) * self.learned
+        td_errors[1] *= self.factor
+        return td_errors, facts
+
+
+class FakeCheckpointer:
+    wanted = False
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def due(self) -> bool:
+        return self.wanted
+
+    def save(self, dqn: Any, version: int) -> None:
+        self.wanted = False
+        self.saved.append(version)
+
+
+class Rig:
+    def __init__(
+        self, *, version: int = 0, first_version: int = 0, outstanding: int = 0,
+        spare: Sequence[Batch] = (), trainer: Any = None,
+    ) -> None:  # fmt: skip
+        self.source, self.sink = FakeSource(), FakeSink(version)
+        self.source.outstanding = outstanding
+        self.dqn, self.checkpointer = FakeDqn(), FakeCheckpointer()
+        self.now_s = 0.0
+        block = bytearray(RoleMetrics.required_bytes())
+        self.metrics = RoleMetrics(block, "learner", create=True)
+        dqn: Any = self.dqn
+        self.learner = Learner(
+            dqn, self.source, self.sink, [Batch.empty(LAYOUT), *spare], self.metrics,
+            self.checkpointer, prefetch=3, publish_period_s=1.0, clock_s=lambda: self.now_s,
+            first_version=first_version, trainer=trainer,
+        )  # fmt: skip
+
+
+def test_it_begins_by_publishing_and_by_asking_for_what_is_to_be_ahead() -> None:
+    rig = Rig()
+    assert rig.sink.published == [1]
+    assert rig.source.outstanding == 3
+    assert rig.learner.do_work() == 0
+    assert not rig.learner.ready()
+    rig.source.there = 1
+    assert rig.learner.ready()
+
+
+@pytest.mark.parametrize(("version", "first_version", "then"), [(7, 0, 8), (0, 9, 10), (4, 2, 5)])
+def test_no_life_publishes_a_version_that_was_there_before(
+    version: int, first_version: int, then: int
+) -> None:
+    assert Rig(version=version, first_version=first_version).sink.published == [then]
+
+
+def test_what_a_former_life_asked_for_is_not_asked_for_again() -> None:
+    assert Rig(outstanding=2).source.outstanding == 3
+    assert Rig(outstanding=6).source.outstanding == 6
+
+
+def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -> None:
+    rig = Rig()
+    rig.source.there = 2
+    assert rig.learner.do_work() == 1
+    assert rig.learner.do_work() == 1
+    assert rig.learner.do_work() == 0
+    assert rig.source.updates == [
+        ([4, 5, 6, 7], [-3.0, 1.0, 2.0, 0.0]),
+        ([8, 9, 10, 11], [-6.0, 2.0, 4.0, 0.0]),
+    ]
+    assert rig.source.outstanding == 3
+    counts = rig.metrics.snapshot(alive=False)
+    assert (counts["batches"], counts["samples"], counts["torn_rows"]) == (2, 8, 2)
+    assert (counts["loss"], counts["priority_max"]) == (0.25, 6.0)
+
+
+def test_two_memories_take_turns_and_the_source_is_told_which_is_next() -> None:
+    spare = Batch.empty(LAYOUT)
+    rig = Rig(spare=[spare])
+    rig.source.there = 3
+    for _ in range(4):
+        rig.learner.do_work()
+    (first, second), *_ = rig.source.memories
+    assert second is spare
+    assert rig.source.memories == [(first, spare), (spare, first), (first, spare)]
+    assert [keys for keys, _ in rig.source.updates] == [[4, 5, 6, 7], [8, 9, 10, 11],
+                                                         [12, 13, 14, 15]]  # fmt: skip
+
+
+def test_it_says_how_many_batches_were_learned_since_the_last_one_was_asked_for() -> None:
+    rig = Rig()
+    rig.source.there = 4
+    seen = []
+    while rig.learner.do_work():
+        seen.append(rig.metrics.snapshot(alive=False)["staleness"])
+    # Three are asked for ahead, so from the fourth on two were learned in between.
+    assert seen == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_td_error_that_is_not_finite_ends_it_and_is_never_sent(bad: float) -> None:
+    rig = Rig()
+    rig.source.there = 2
+    rig.learner.do_work()
+    rig.dqn.factor = bad
+    with pytest.raises(ZapexError, match=r"TD error is (nan|inf): learning has diverged. Lower"):
+        rig.learner.do_work()
+    assert len(rig.source.updates) == 1
+    assert rig.sink.published == [1]
+
+
+def test_priorities_that_find_no_room_wait_and_no_batch_overtakes_them() -> None:
+    rig = Rig()
+    rig.source.there, rig.source.room = 3, 0
+    assert rig.learner.do_work() == 1
+    assert rig.learner.do_work() == 0
+    assert rig.dqn.learned == 1
+    rig.source.room = 5
+    assert rig.learner.do_work() == 1
+    assert [keys[0] for keys, _ in rig.source.updates] == [4, 8]
+
+
+def test_parameters_are_published_at_most_so_often() -> None:
+    rig = Rig()
+    for _ in range(25):
+        rig.now_s += 0.1
+        rig.source.there = 1
+        rig.learner.do_work()
+    assert rig.sink.published == [1, 2, 3]
+    assert rig.metrics.snapshot(alive=False)["params_version"] == 3
+
+
+def test_a_checkpoint_is_saved_when_it_is_due_and_at_the_end() -> None:
+    rig = Rig()
+    rig.checkpointer.wanted = True
+    rig.learner.do_work()
+    assert rig.checkpointer.saved == [1], "even while there is no batch"
+    rig.learner.close()
+    assert rig.checkpointer.saved == [1, 1]
+    assert rig.metrics.pid == 0
+
+
+class StrictDqn(FakeDqn):
+    """As DQN: it refuses a batch with a number that is not finite or too large to be squared."""
+
+    def learn(self, batch: Batch, phase: Any) -> Any:
+        with np.errstate(over="ignore"):
+            if not np.isfinite(batch.reward**2).all() or not np.isfinite(batch.obs).all():
+                raise Diverged("the loss is not finite")
+        return super().learn(batch, phase)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("reward", np.nan), ("reward", np.inf), ("reward", 1e30), ("obs", -np.inf), ("obs", np.nan)],
+)
+def test_a_row_that_cannot_be_learned_from_is_left_out_and_reported_once(
+    column: str, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = Rig()
+    dqn: Any = StrictDqn()
+    batch = Batch.empty(LAYOUT)
+    learner = Learner(
+        dqn, rig.source, FakeSink(), [batch], rig.metrics, rig.checkpointer,
+        prefetch=3, publish_period_s=1.0, clock_s=lambda: rig.now_s,
+    )  # fmt: skip
+    for _ in range(2):
+        batch[column][2] = value
+        rig.source.there = 1
+        assert learner.do_work() == 1
+    assert [priorities for _, priorities in rig.source.updates] == [[-3, 1, 0, 0], [-6, 2, 0, 0]]
+    assert batch.weights[2] == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "1 sampled rows so far had numbers that are not finite" in told
+
+
+def test_a_learner_that_has_diverged_is_not_taken_for_a_bad_row() -> None:
+    rig = Rig()
+    tries = []
+
+    def diverged(batch: Batch, phase: Any) -> Any:
+        tries.append(batch)
+        raise Diverged("the loss is not finite")
+
+    rig.dqn.learn = diverged  # type: ignore[method-assign]
+    rig.source.there = 1
+    with pytest.raises(ZapexError, match="not finite"):
+        rig.learner.do_work()
+    assert len(tries) == 1, "there is no row to leave out"
+
+
+class LateTrainer:
+    """Its results come a batch late."""
+
+    late = 1
+
+    def __init__(self) -> None:
+        self.begun: list[Batch] = []
+        self.finished = 0
+
+    def begin(self, batch: Batch, enter: Any) -> None:
+        enter("forward")
+        self.begun.append(batch)
+
+    def finish(self) -> Any:
+        self.finished += 1
+        facts = {"td_loss": 0.25, "q_values": 2.0, "td_error": 1.0, "gradient_norm": 3.0}
+        facts["left_out"] = 2.0 if self.finished == 1 else 0.0
+        times = {"forward": 1.0, "backward": 2.0, "optimiser": 1.0}
+        return np.full(4, float(self.finished), np.float32), facts, times
+
+
+def test_a_late_trainers_results_go_to_the_batch_they_are_of() -> None:
+    trainer = LateTrainer()
+    rig = Rig(spare=[Batch.empty(LAYOUT), Batch.empty(LAYOUT)], trainer=trainer)
+    rig.source.there = 3
+    assert rig.learner.do_work() == 1
+    assert not rig.source.updates, "the first step is under way"
+    assert rig.source.outstanding == 2, "its request is made again when it is done"
+    for _ in range(3):
+        assert rig.learner.ready()
+        assert rig.learner.do_work() == 1
+    assert rig.source.updates == [([4, 5, 6, 7], [1.0] * 4), ([8, 9, 10, 11], [2.0] * 4),
+                                  ([12, 13, 14, 15], [3.0] * 4)]  # fmt: skip
+    assert not rig.learner.ready(), "without a next batch, the last step is finished all the same"
+    assert rig.learner.do_work() == 0
+    assert rig.source.outstanding == 3
+
+
+def test_a_late_trainers_memory_is_not_filled_before_its_result_has_come() -> None:
+    trainer = LateTrainer()
+    rig = Rig(spare=[Batch.empty(LAYOUT), Batch.empty(LAYOUT)], trainer=trainer)
+    rig.source.there = 20
+    for _ in range(10):
+        rig.learner.do_work()
+        batch, following = rig.source.memories[-1]
+        assert following is not None
+        assert all(following is not each for each in (batch, *trainer.begun[trainer.finished :]))
+
+
+def test_rows_that_a_late_trainer_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    rig = Rig(spare=[Batch.empty(LAYOUT)], trainer=LateTrainer())
+    rig.source.there = 4
+    for _ in range(4):
+        rig.learner.do_work()
+    assert capsys.readouterr().err.startswith("2 sampled rows so far had numbers")

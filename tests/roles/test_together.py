@@ -1,0 +1,122 @@
+"""With any settings, deaths and restarts there is progress, no slot is lost and no row is wrong."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fake_system import System, spec
+from zapex.config.settings import Config
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Small systems, the capacity often close to the least that is accepted."""
+    n_step = draw(st.integers(1, 5))
+    capacity = n_step + draw(st.sampled_from([0, 1, 2, 7, 60, 400]) | st.integers(0, 400))
+    capacity = max(2, capacity)
+    learning_starts = draw(st.integers(1, capacity))
+    config = Config().replace(
+        actors=draw(st.integers(1, 3)),
+        envs_per_actor=draw(st.integers(1, 4)),
+        n_step=n_step,
+        capacity=capacity,
+        learning_starts=learning_starts,
+        batch_size=draw(st.integers(1, min(learning_starts, 16))),
+        samples_per_insert=draw(st.sampled_from([0.0, 0.1, 1.0, 6.5])),
+        prefetch=draw(st.integers(1, 4)),
+        max_chunk_age_steps=draw(st.integers(1, 30)),
+        param_period=draw(st.integers(1, 9)),
+        publish_period_s=draw(st.sampled_from([0.0, 1.0])),
+        sampling=draw(st.sampled_from(["stratified", "independent"])),
+        hidden=8,
+    )
+    if config.replay.samples_per_insert and draw(st.booleans()):
+        slack = draw(st.integers(0, 50))
+        tolerance = config.smallest_tolerance + slack
+        config = config.replace(samples_per_insert_tolerance=tolerance)
+    return config
+
+
+def storm(system: System, rng: np.random.Generator, ticks: int, servers_die: bool) -> None:
+    """Duty cycles in any order, while actors die in the middle of theirs."""
+    actors = range(system.plan.actors)
+    for tick in range(ticks):
+        actor = int(rng.integers(len(actors)))
+        if f"actor {actor}" not in system.roles:
+            if rng.random() < 0.3:
+                system.start_actor(actor)
+        elif rng.random() < 0.03:
+            system.fuses[actor].left = int(rng.integers(1, 12))
+        if servers_die and rng.random() < 0.01:
+            system.start_replay()
+        if servers_die and rng.random() < 0.01:
+            system.start_learner()
+        system.step(str(rng.choice(list(system.roles))))
+        if tick % 5 == 0:
+            system.check_slots()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    config=configs(),
+    stack=st.sampled_from([1, 1, 3]),
+    seed=st.integers(0, 2**32 - 1),
+    servers_die=st.booleans(),
+)
+def test_every_system_goes_on_through_deaths_and_every_row_is_what_was_written(
+    config: Config, stack: int, seed: int, servers_die: bool
+) -> None:
+    system = System(config, spec(stack))
+    storm(system, np.random.default_rng(seed), 250, servers_die)
+    for actor in range(config.actor.actors):
+        system.fuses[actor].left = -1
+        if f"actor {actor}" not in system.roles:
+            system.start_actor(actor)
+    system.goes_on(batches=3, chunks=2 * system.plan.replay.live_slots + 3)
+    system.check_slots()
+    assert system.rows_checked
+
+
+@pytest.mark.parametrize("samples_per_insert", [0.5, 4.0])
+def test_samples_per_insert_is_kept_over_a_long_run(samples_per_insert: float) -> None:
+    config = Config().replace(
+        actors=2, envs_per_actor=2, capacity=200, learning_starts=50, batch_size=8, hidden=8,
+        samples_per_insert=samples_per_insert, max_chunk_age_steps=9,
+    )  # fmt: skip
+    system = System(config, spec(1))
+    system.goes_on(batches=1, chunks=1)
+    sampled, inserted = system.count("learner", "samples"), system.intake.inserted
+    system.goes_on(batches=200, chunks=100)
+    sampled = system.count("learner", "samples") - sampled
+    inserted = system.intake.inserted - inserted
+    out = system.plan.replay.chunk * sum(len(held) for held in system.intake.granted)
+    slack = config.limiter_tolerance + samples_per_insert * out
+    assert abs(sampled - samples_per_insert * inserted) <= slack
+
+
+def test_an_actor_that_dies_without_rest_blocks_nobody() -> None:
+    config = Config().replace(
+        actors=2, envs_per_actor=3, capacity=60, learning_starts=20, batch_size=4, hidden=8,
+        samples_per_insert=2.0,
+    )  # fmt: skip
+    system = System(config, spec(1))
+    for _ in range(100):
+        system.start_actor(1)  # the former life is gone, whatever it held
+        system.goes_on(batches=1, chunks=1)
+        system.check_slots()
+
+
+def test_slots_of_a_dead_actor_come_back_before_it_starts_again() -> None:
+    config = Config().replace(
+        actors=1, envs_per_actor=4, capacity=64, learning_starts=4, batch_size=4, hidden=8
+    )
+    system = System(config, spec(3))
+    system.goes_on(batches=1, chunks=2)
+    system.fuses[0].left = 1
+    while "actor 0" in system.roles:
+        system.calm_round()
+    system.calm_round()
+    assert system.replay.ledger.counts["granted"] == 0
+    assert system.limiter.outstanding == 0
+    system.check_slots()

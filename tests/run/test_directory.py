@@ -1,0 +1,132 @@
+"""A run's directory: one process trains in it, and nothing that it says steps back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zapex.checkpoints import file as checkpoint
+from zapex.config.settings import Config
+from zapex.envs import environments
+from zapex.errors import ConfigError
+from zapex.run import directory
+from zapex.run.run import Run
+
+
+def run_in(run_dir: Path, *, resumed: bool = True) -> Run:
+    flags = {"resume": str(run_dir)} if resumed else {}
+    config = Config().replace(env="CartPole-v1", run_dir=str(run_dir), **flags)
+    return Run(config, environments.check("CartPole-v1"), run_dir)
+
+
+def store(run_dir: Path, steps: int, name: str = "", **state: object) -> Path:
+    """A checkpoint with these counters."""
+    totals = {"steps": steps, "frames": 4 * steps, "batches": steps // 8, "wall_s": 1.0}
+    name = name or checkpoint.step_name(steps)
+    return checkpoint.save(run_dir / "checkpoints", name, {}, {"totals": totals, **state})
+
+
+def record(run_dir: Path, steps: int) -> None:
+    line = {"kind": "metrics", "wall_s": 2.0, "steps": steps, "frames": 4 * steps, "batches": 1}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line | {"learner/params_version": 7}) + "\n")
+
+
+def test_a_resumed_run_counts_on_from_its_newest_checkpoint_where_the_metrics_are_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The metrics said 59,336 frames beside a checkpoint of 121,538 steps."""
+    record(tmp_path, 100)
+    store(tmp_path, 900, params_version=40)
+    (tmp_path / "config.toml").write_text("")
+    with directory.opened(run_in(tmp_path)) as (run, base):
+        assert run.steps_before == base["steps"] == 900
+        assert (base["frames"], base["batches"], base["wall_s"]) == (3600, 112, 2.0)
+        assert base["params_version"] == 40
+    assert "going on at 3,600 frames; the replay" in capsys.readouterr().out
+
+
+def test_what_was_played_after_the_checkpoint_counts_and_the_user_learns_that_it_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(tmp_path, 900)
+    record(tmp_path, 1000)
+    (tmp_path / "config.toml").write_text("")
+    with directory.opened(run_in(tmp_path)) as (_, base):
+        assert (base["frames"], base["batches"], base["params_version"]) == (4000, 112, 7)
+    said = capsys.readouterr().out
+    assert "going on at 4,000 frames with step-000000000900, of 3,600 frames: what was" in said
+
+
+def test_the_best_evaluation_is_known_where_only_its_checkpoint_was_written(tmp_path: Path) -> None:
+    assert directory.evaluations(tmp_path) == []
+    store(tmp_path, 5, checkpoint.BEST, params_version=3, returns=[1.0, 3.0], mean_return=2.0)
+    (one,) = directory.evaluations(tmp_path)
+    assert (one.mean, one.params_version, one.frames) == (2.0, 3, 20)
+    store(tmp_path, 5, checkpoint.BEST, params_version=3, mean_return=2.0)  # of an older version
+    assert directory.evaluations(tmp_path) == []
+
+
+def test_counters_that_are_no_numbers_are_ignored(tmp_path: Path) -> None:
+    totals = {"steps": "many", "frames": float("nan"), "batches": None}
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.step_name(1), {}, {"totals": totals})
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "metrics", "steps": []}\n')
+    assert directory.counters(tmp_path) == {}
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    holder = (
+        "import sys\nfrom pathlib import Path\nfrom tests.run.test_directory import *\n"
+        "with directory.opened(run_in(Path(sys.argv[1]))):\n    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", holder, str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(ConfigError, match=f"is being trained by process {other.pid}: end"),
+            directory.opened(run_in(tmp_path)),
+        ):
+            pass
+        other.kill()  # the kernel frees the lock
+    with directory.opened(run_in(tmp_path)):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_failed_write_of_the_settings_leaves_the_former_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text("before")
+
+    def refuse(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"), directory.opened(run_in(tmp_path)):
+        pass
+    assert (tmp_path / "config.toml").read_text() == "before"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o700)])
+def test_the_directory_has_the_permissions_of_the_users_umask(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    former = os.umask(umask)
+    try:
+        with directory.opened(run_in(tmp_path / "run", resumed=False)):
+            pass
+    finally:
+        os.umask(former)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "run/config.toml").stat().st_mode & 0o777 == mode & 0o666

@@ -1,0 +1,266 @@
+"""Whole systems in one thread: they learn, repeat bit for bit, save, resume and are evaluated."""
+
+import errno
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zapex.agent.learning import DQN
+from zapex.checkpoints import file as checkpoint
+from zapex.cli import main as cli
+from zapex.run import collector
+from zapex.watch import recorders
+
+SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]
+TINY_ALE = ["--env", "ALE/Breakout-v5", "--preset", "smoke", "--eval-period-s", "0"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    # The command is this test, not the process that runs them all.
+    began_ns = time.perf_counter_ns()
+    monkeypatch.setattr(collector, "command_started_ns", lambda: began_ns)
+
+
+def train(*args: str) -> int:
+    return cli.main(["train", "--inline", "--plain", *args])
+
+
+def result(run: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((Path(run) / "result.json").read_text())
+    return facts
+
+
+def newest(run: str) -> checkpoint.Checkpoint:
+    path = checkpoint.latest(Path(run))
+    assert path is not None
+    return checkpoint.load(path)
+
+
+def test_cartpole_is_learned_in_a_bounded_number_of_steps() -> None:
+    learner = ["--lr", "1e-3", "--batch-size", "64", "--target-period", "100"]
+    actor = ["--envs-per-actor", "4", "--eval-period-s", "10", "--eval-episodes", "10"]
+    limits = ["--max-frames", "30k", "--stop-at-return", "150"]
+    args = ["--env", "CartPole-v1", "--preset", "laptop", "--seed", "1", "--run-dir", "run"]
+    assert train(*args, *learner, *actor, *limits) == 0
+    facts = result("run")
+    assert facts["best"]["mean"] >= 150, f"best {facts['best']} after {facts['steps']} steps"
+    assert facts["steps"] < 30_000
+    assert facts["reason"] == "the mean return of an evaluation reached 150"
+
+
+def test_the_same_seed_twice_gives_the_same_run_bit_for_bit_and_another_seed_does_not() -> None:
+    for run, seed in (("a", "7"), ("b", "7"), ("c", "8")):
+        limits = ["--max-frames", "2500", "--eval-period-s", "2"]
+        assert train(*SMALL, *limits, "--seed", seed, "--run-dir", run) == 0
+    counters = ("steps", "frames", "episodes", "batches", "samples", "inserted")
+    a, b, c = result("a"), result("b"), result("c")
+    assert a["batches"] > 0
+    assert [a[name] for name in counters] == [b[name] for name in counters]
+    assert a["returns"] == b["returns"]
+    played = [[(e["returns"], e["steps"]) for e in facts["evaluations"]] for facts in (a, b)]
+    assert played[0] == played[1]
+    assert played[0]
+    first, second, other = newest("a"), newest("b"), newest("c")
+    assert first.path.name == second.path.name
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, tensor in first.tensors.items():
+        assert tensor.tobytes() == second.tensors[name].tobytes(), name
+    assert first.state["counters"] == second.state["counters"]
+    assert any(not np.array_equal(t, other.tensors[name]) for name, t in first.tensors.items())
+    assert a["returns"] != c["returns"]
+
+
+def seen_in(batches: list[dict[str, Any]]) -> set[str]:
+    """What a learner's batches show of how they were drawn, weighed and summed up."""
+    found = set()
+    if any((batch["discount"] == np.float32(0.99**3)).any() for batch in batches):
+        found.add("returns of 3 steps")
+    if np.mean([batch["weights"].min() for batch in batches]) < 0.9:
+        found.add("weights")
+    # Of rows drawn before: how often they are drawn again, the half with large errors and the rest.
+    error: dict[int, float] = {}
+    again = {True: 0, False: 0}
+    for batch in batches:
+        if len(error) > 200:
+            middle = float(np.median(list(error.values())))
+            for key in batch["keys"].tolist():
+                if key in error:
+                    again[error[key] > middle] += 1
+        error |= zip(batch["keys"].tolist(), np.abs(batch["errors"]).tolist(), strict=True)
+    assert sum(again.values()) > 1000
+    if again[True] > 1.5 * again[False]:
+        found.add("priorities")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ([], ""),
+        (["--alpha", "0"], "priorities"),
+        (["--beta", "0"], "weights"),
+        (["--n-step", "1"], "returns of 3 steps"),
+    ],
+)
+def test_a_run_draws_by_priority_weighs_and_sums_three_rewards_unless_told_otherwise(
+    flags: list[str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[dict[str, Any]] = []
+    learn = DQN.learn
+
+    def seen(dqn: DQN, batch: Any, phase: Any) -> Any:
+        errors, facts = learn(dqn, batch, phase)
+        kept = {name: batch[name].copy() for name in ("keys", "weights", "discount")}
+        batches.append({**kept, "errors": errors.copy()})
+        return errors, facts
+
+    monkeypatch.setattr(DQN, "learn", seen)
+    limits = ["--max-frames", "1500", "--eval-period-s", "0", "--seed", "3"]
+    assert train(*SMALL, *limits, *flags, "--run-dir", "run") == 0
+    wanted = {"priorities", "weights", "returns of 3 steps"} - {missing}
+    # All rows weigh the same where all are drawn alike.
+    assert seen_in(batches) == wanted - ({"weights"} if missing == "priorities" else set())
+
+
+def test_ale_runs_saves_goes_on_and_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*TINY_ALE, "--max-frames", "1600", "--run-dir", "run") == 0
+    before, saved = result("run"), newest("run")
+    assert before["batches"] > 0
+    assert before["startup"]["first_step_s"] <= before["startup"]["first_batch_s"]
+    assert saved.state["totals"]["frames"] == before["frames"] >= 1600
+
+    capsys.readouterr()
+    assert train("--resume", "run", "--max-frames", "3200") == 0
+    said = capsys.readouterr().out
+    assert f"going on at {before['frames']:,.0f} frames; the replay is refilled first" in said
+    assert "learning starts after 256 transitions" in said
+    after, resaved = result("run"), newest("run")
+    for name in ("steps", "frames", "batches", "samples", "inserted", "wall_s"):
+        assert after[name] > before[name], name
+    lines = [x for x in recorders.read_metrics(Path("run")) if x["kind"] != "evaluation"]
+    for name in ("steps", "frames", "episodes", "batches", "inserted", "wall_s"):
+        values = [line[name] for line in lines]
+        assert values == sorted(values), name
+    assert resaved.state["counters"]["batches"] > saved.state["counters"]["batches"]
+    assert resaved.state["params_version"] > saved.state["params_version"]
+    assert {path.stem for path in checkpoint.listing(Path("run"))} == {
+        saved.path.stem,
+        resaved.path.stem,
+    }
+
+    # Random play, because an untrained policy may never serve the ball.
+    args = ["--episodes", "2", "--epsilon", "1", "--json", "games.json"]
+    assert cli.main(["eval", "run", *args]) == 0
+    said = capsys.readouterr().out
+    games = json.loads(Path("games.json").read_text())
+    assert games["checkpoint"] == str(resaved.path)
+    assert len(games["returns"]) == 2
+    assert f"mean {games['mean']:g}" in said
+
+
+def test_a_run_that_ends_before_it_played_a_game_says_why_it_has_no_curve(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(*TINY_ALE, "--max-frames", "8", "--run-dir", "run") == 0
+    said = capsys.readouterr().out
+    assert "no learning curve: run holds no returns yet: nothing to draw" in said
+    assert "zapex train --resume run" in said
+
+
+def test_without_matplotlib_the_run_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert train(*SMALL, "--max-frames", "300", "--run-dir", "run") == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Checkpoints and metrics cannot be written from now on; call it to make room."""
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patched.setattr(checkpoint, "replace_whole", refuse)
+        patched.setattr(recorders, "append_whole", refuse)
+        yield patched.undo
+
+
+def test_on_a_full_disk_training_goes_on_in_memory_and_the_run_resumes_once_there_is_room(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    limits = ["--eval-period-s", "1", "--checkpoint-minutes", "0.02"]
+    assert train(*SMALL, *limits, "--max-frames", "600", "--run-dir", "run") == 0
+    before = newest("run")
+    capsys.readouterr()
+
+    make_room = request.getfixturevalue("full_disk")
+    assert train("--resume", "run", "--max-frames", "1500") == 1
+    said = capsys.readouterr().out
+    why = "cannot be written: No space left on device; free space on the disk of run"
+    assert said.count(f"checkpoints {why}") == 1  # not at each attempt
+    assert said.count(f"JsonLines failed, the run goes on: {why.partition(': ')[2]}") == 1
+    assert "not saved  what was learned last: No space left on device" in said
+    assert result("run")["batches"] > before.state["totals"]["batches"]
+    assert newest("run").state == before.state
+
+    make_room()
+    assert train("--resume", "run", "--max-frames", "2500") == 0
+    assert newest("run").state["totals"]["frames"] >= 2500
+    assert [line["kind"] for line in recorders.read_metrics(Path("run"))][-1] == "final"
+
+
+def test_a_learner_that_diverges_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*SMALL, "--lr", "1e9", "--max-frames", "4000", "--run-dir", "run") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("zapex: ")
+    assert "lower lr" in line.lower().replace("--", "")
+
+
+def test_frames_kept_on_the_learners_device_change_no_bit_of_a_run() -> None:
+    few = [*TINY_ALE, "--max-frames", "1600"]
+    for run, *flags in (["host"], ["device", "--replay-device", "cpu-tensor"]):
+        assert train(*few, *flags, "--run-dir", run) == 0
+    host, device = newest("host"), newest("device")
+    assert host.state["counters"]["batches"] > 0
+    for name, tensor in host.tensors.items():
+        assert tensor.tobytes() == device.tensors[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "told"),
+    [
+        (SMALL, ["cpu-tensor"], "for observations that are images"),
+        (TINY_ALE, ["cuda", "--device", "cpu"], "needs a learner on cuda, but it computes on cpu"),
+    ],
+)
+def test_a_replay_device_that_cannot_be_is_refused(
+    env: list[str], flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*env, "--replay-device", *flags, "--run-dir", "run") == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [[], ["--replay-device", "cuda"], ["--gather-threads", "0"]])
+def test_a_learner_on_a_gpu_trains_saves_and_goes_on(flags: list[str]) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    few = [*TINY_ALE, "--device", "cuda", "--prefetch", "4", *flags]
+    assert train(*few, "--max-frames", "1600", "--run-dir", "run") == 0
+    first = newest("run").state["counters"]["batches"]
+    assert first > 0
+    assert train("--resume", "run", "--max-frames", "3200") == 0
+    assert newest("run").state["counters"]["batches"] > first

@@ -1,0 +1,247 @@
+"""Monitor: rates, shares, returns and outputs that may fail."""
+
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+
+from tests.support import fake_run
+from zapex.host.metrics import EPISODE
+from zapex.watch.monitor import Episodes
+from zapex.watch.report import RunFacts
+
+
+class Recording:
+    """An output that keeps what it is told."""
+
+    def __init__(self):
+        self.shown, self.written, self.closed = [], [], 0
+
+    def show(self, snapshot):
+        self.shown.append(snapshot)
+
+    def write(self, snapshot, episodes, evaluations):
+        self.written.append((snapshot, episodes, list(evaluations)))
+
+    def close(self):
+        self.closed += 1
+
+
+class Broken(Recording):
+    def show(self, snapshot):
+        raise OSError("no terminal")
+
+    def write(self, snapshot, episodes, evaluations):
+        raise OSError("no space left on device")
+
+
+def episodes(returns, stream=0, epsilon=0.4):
+    records = np.zeros(len(returns), EPISODE)
+    records["game_return"], records["stream"], records["epsilon"] = returns, stream, epsilon
+    return records
+
+
+def test_rates_are_differences_over_the_window():
+    fake, monitor = fake_run.started()
+    first = monitor.look()
+    fake.advance(0.2)
+    second = monitor.look()
+    seconds = (second.time_ns - first.time_ns) / 1e9
+    for name in ("steps", "frames", "batches", "inserted"):
+        assert second.rates[name] == pytest.approx(
+            (second.totals[name] - first.totals[name]) / seconds
+        )
+    assert second.totals["frames"] == 4 * second.totals["steps"] > 0
+
+
+def test_old_looks_leave_the_window():
+    fake, monitor = fake_run.started()
+    monitor.look()
+    fake.advance(10)
+    assert monitor.look().rates["steps"] == 1650
+    fake.now_ns += 6 * 10**9
+    assert monitor.look().rates["steps"] == 0
+
+
+def test_shares_of_every_role_sum_to_one_and_follow_the_phases():
+    fake, monitor = fake_run.started()
+    fake.advance(1000)
+    snapshot = monitor.look()
+    for view in snapshot.roles:
+        for shares in (view.shares, view.shares_total, view.phases, view.phases_total):
+            assert sum(shares.values()) == pytest.approx(1)
+    actor = snapshot.role("actor")
+    assert actor.processes == 2
+    assert actor.shares_total["compute"] == pytest.approx(0.94, abs=0.01)
+
+
+def test_samples_per_insert_and_the_stale_share_come_from_the_replays_counters():
+    fake, monitor = fake_run.started()
+    fake.advance(100)
+    snapshot = monitor.look()
+    assert snapshot.samples_per_insert == pytest.approx(8, rel=0.01)
+    assert snapshot.stale_share == pytest.approx(0.02 / 8.02, rel=0.05)
+
+
+def test_a_resumed_run_counts_on_from_its_base():
+    fake = fake_run.FakeRun()
+    base = {"steps": 1000.0, "frames": 4000.0, "wall_s": 60.0}
+    monitor = fake.monitor(facts=RunFacts("CartPole-v1", base=base))
+    assert monitor.look().totals["steps"] == 1000
+    fake.advance(1)
+    snapshot = monitor.look()
+    assert snapshot.totals["frames"] == 4 * snapshot.totals["steps"] > 4000
+    assert snapshot.wall_s >= 60
+
+
+def test_the_limit_reached_first_says_how_much_is_left():
+    fake = fake_run.FakeRun()
+    facts = RunFacts("CartPole-v1", max_wall_s=1000, max_frames=100_000)
+    monitor = fake.monitor(facts=facts)
+    assert monitor.look().left_s == 1000
+    fake.advance(10)  # 6,600 frames a second: the frames end it
+    snapshot = monitor.look()
+    assert snapshot.left_s == pytest.approx((100_000 - 66_000) / 6_600)
+    assert snapshot.progress == pytest.approx(snapshot.totals["frames"] / 100_000)
+
+
+def test_a_run_without_limits_has_no_progress():
+    monitor = fake_run.FakeRun().monitor()
+    snapshot = monitor.look()
+    assert snapshot.progress is None
+    assert snapshot.left_s is None
+
+
+def test_roles_in_one_process_are_counted_once():
+    _, monitor = fake_run.started()
+    monitor.look()
+    snapshot = monitor.look()
+    assert {view.private_bytes for view in snapshot.roles} == {
+        snapshot.memory_bytes - snapshot.facts.shared_bytes
+    }
+
+
+def test_a_dead_roles_time_stands_still():
+    fake = fake_run.FakeRun(actors=1, begun=False)
+    block = fake.roles[0][1]
+    pid = os.fork()
+    if not pid:
+        block.enter("environment")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert block.pid == pid
+    monitor = fake.monitor()
+    monitor.look()
+    fake.now_ns += 10**9
+    actor = monitor.look().role("actor")
+    assert actor.processes == 1
+    assert not any(actor.phases.values())
+
+
+def test_the_most_silent_process_of_a_role_is_named():
+    fake, monitor = fake_run.started()
+    fake.advance(7, stuck="actor 1")
+    assert monitor.look().role("actor").silent == (7, "actor 1")
+
+
+def test_recorders_get_every_episode_and_evaluation_once():
+    recorder = Recording()
+    fake, monitor = fake_run.started(recorders=[recorder], head_start_s=70)
+    monitor.tick()
+    fake_run.go_on(fake, monitor, 55)
+    monitor.close()
+    parts = [part for _, part, _ in recorder.written]
+    assert sum(map(len, parts)) == int(1.5 * 125)
+    assert [len(new) for *_, new in recorder.written] == [1, 1]
+    assert recorder.closed == 1
+
+
+def test_views_and_recorders_are_served_when_due():
+    view, recorder = Recording(), Recording()
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(view, [recorder], view_period_s=60, record_period_s=60)
+    assert monitor.tick() is not None
+    assert monitor.tick() is None
+    assert (len(view.shown), len(recorder.written)) == (1, 0)
+    fake.advance(60)
+    assert monitor.tick() is not None
+    assert (len(view.shown), len(recorder.written)) == (2, 1)
+
+
+def test_an_output_that_fails_is_reported_once_and_ends_nothing(capsys):
+    broken, good = Broken(), Recording()
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(broken, [Broken(), good], view_period_s=0, record_period_s=0)
+    for _ in range(3):
+        monitor.tick()
+    snapshot = monitor.close()
+    texts = [message.text for message in snapshot.messages]
+    assert sum("no space left" in text for text in texts) == 1
+    assert sum("no terminal" in text for text in texts) == 1
+    assert capsys.readouterr().err.count("no terminal") == 1
+    assert len(good.written) == 4
+
+
+def test_messages_carry_the_runs_clock_and_a_number():
+    _, monitor = fake_run.started(head_start_s=60)
+    numbers = [message.number for message in monitor.look().messages]
+    assert numbers == [1, 2]
+    assert [message.wall_s for message in monitor.look().messages] == [0, 60]
+
+
+def test_returns_are_means_of_the_last_hundred():
+    all_episodes = Episodes(greedy_stream=3)
+    all_episodes.add(episodes([0.0] * 50))
+    all_episodes.add(episodes([1.0] * 100))
+    assert all_episodes.returns().all_mean == 1
+    assert math.isnan(all_episodes.returns().greedy_mean)
+
+
+def test_the_greedy_stream_is_told_apart_and_epsilons_fall_into_bands():
+    all_episodes = Episodes(greedy_stream=3)
+    all_episodes.add(episodes([1.0, 2.0], stream=0, epsilon=0.4))
+    all_episodes.add(episodes([5.0, 7.0], stream=3, epsilon=0.0005))
+    returns = all_episodes.returns()
+    assert (returns.greedy_mean, returns.greedy_last, returns.all_mean) == (6, 7, 3.75)
+    assert list(returns.bands.values()) == [6, 1.5]
+    assert returns.greedy_history == (5, 7)
+
+
+def test_the_greedy_history_is_thinned_evenly_and_stays_bounded():
+    all_episodes = Episodes(greedy_stream=0)
+    all_episodes.add(episodes(np.arange(100_000)))
+    history = np.array(all_episodes.returns().greedy_history)
+    assert len(history) <= 512
+    steps = np.diff(history)
+    np.testing.assert_allclose(steps, steps[0])
+
+
+def test_an_epsilon_of_one_has_a_band():
+    all_episodes = Episodes(greedy_stream=0)
+    all_episodes.add(episodes([1.0], epsilon=1.0))
+    all_episodes.add(episodes([2.0], epsilon=0.0))
+    assert len(all_episodes.returns().bands) == 2
+
+
+def test_this_process_is_seen_to_use_the_processor():
+    fake, monitor = fake_run.started()
+    monitor.look()
+    enough = time.process_time() + 0.3  # of the processor, however busy the machine is
+    while time.process_time() < enough:
+        pass
+    fake.advance(10)  # long enough for the kernel to be asked again
+    snapshot = monitor.look()
+    assert snapshot.parent_cpu_cores > 0.0
+    assert snapshot.memory_bytes > snapshot.facts.shared_bytes
+
+
+def test_the_last_picture_shows_what_the_roles_used_while_they_lived():
+    fake, monitor = fake_run.started()
+    before = monitor.look()
+    for _, block in fake.roles:
+        block.leave()
+    for then, now in zip(before.roles, monitor.look(final=True).roles, strict=True):
+        assert (now.cpu_cores, now.private_bytes) == (then.cpu_cores, then.private_bytes)
+    assert any(view.private_bytes for view in before.roles)

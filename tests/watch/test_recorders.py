@@ -1,0 +1,245 @@
+"""What a run leaves behind: TensorBoard events, metrics.jsonl, snapshot.json, result.json."""
+
+import dataclasses
+import errno
+import json
+import math
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from tests.support import fake_run
+from zapex.watch.recorders import (
+    JsonLines,
+    TensorBoard,
+    WeightsAndBiases,
+    numbers,
+    read_base,
+    read_evaluations,
+    read_metrics,
+    read_snapshot,
+    write_result,
+)
+
+SETTINGS = {"env": "ALE/Breakout-v5", "lr": 1e-4, "batch_size": 512, "inline": False}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    snapshot = fake_run.record([JsonLines(run_dir), TensorBoard(run_dir, SETTINGS)], 300, run_dir)
+    return run_dir, snapshot
+
+
+@pytest.fixture(scope="module")
+def events(recorded):
+    accumulator = EventAccumulator(str(recorded[0]), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_reads_every_tag_that_the_design_names(events):
+    tags = set(events.Tags()["scalars"])
+    assert tags >= {
+        "charts/episodic_return",
+        "charts/episodic_return_greedy",
+        "charts/SPS",
+        "charts/frames",
+        "losses/td_loss",
+        "losses/q_values",
+        "eval/episodic_return",
+        "replay/samples_per_insert",
+        "replay/stale_share",
+        "comm/actor_pull",
+        "comm/actor_push",
+        "comm/learner_sample",
+        "comm/learner_set",
+    }
+
+
+def test_the_x_axis_is_in_steps_and_never_goes_back(events, recorded):
+    steps = [event.step for event in events.Scalars("charts/SPS")]
+    assert len(steps) == 60
+    assert steps == sorted(steps)
+    assert steps[-1] == recorded[1].totals["steps"]
+
+
+def test_every_episode_is_a_point_and_many_are_means_of_neighbours(events, tmp_path):
+    assert len(events.Scalars("charts/episodic_return")) == int(1.5 * 300)
+    snapshot = fake_run.record([], 5, tmp_path)
+    episodes = np.zeros(2000, fake_run.EPISODE)
+    episodes["game_return"] = np.arange(2000)
+    episodes["time_ns"] = np.linspace(snapshot.facts.started_ns, snapshot.time_ns, 2000)
+    recorder = TensorBoard(tmp_path, {})
+    recorder.write(snapshot, episodes, [])
+    recorder.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    points = accumulator.Scalars("charts/episodic_return")
+    assert len(points) == 50
+    assert np.mean([point.value for point in points]) == pytest.approx(999.5)
+    steps = np.array([point.step for point in points])
+    expected = np.linspace(0, snapshot.totals["steps"], 51)[1:]
+    np.testing.assert_allclose(steps, expected, atol=0.01 * snapshot.totals["steps"])
+
+
+def test_evaluations_stand_at_their_own_step(events, recorded):
+    points = {(event.step, event.value) for event in events.Scalars("eval/episodic_return")}
+    wanted = {(e.steps, float(np.float32(e.mean))) for e in recorded[1].evaluations}
+    assert points == wanted
+    assert len(wanted) == 4
+
+
+def test_json_lines_hold_the_same_numbers(events, recorded):
+    lines = [line for line in read_metrics(recorded[0]) if line["kind"] in ("metrics", "final")]
+    for tag in ("charts/SPS", "losses/td_loss", "replay/live", "comm/actor_compute"):
+        values = [event.value for event in events.Scalars(tag)]
+        assert values == pytest.approx([line[tag] for line in lines], rel=1e-6)
+
+
+def test_tensorboard_has_the_settings_as_text_and_as_hyperparameters(events):
+    (text,) = events.Tensors("settings")
+    (table,) = text.tensor_proto.string_val
+    assert b"| lr | 0.0001 |" in table
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    stored = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: getattr(value, value.WhichOneof("kind")) for name, value in stored.items()} == (
+        SETTINGS
+    )
+
+
+def test_all_numbers_are_finite_and_json(recorded):
+    for text in (recorded[0] / "metrics.jsonl").read_text().splitlines():
+        json.loads(text, parse_constant=pytest.fail)
+    assert all(math.isfinite(value) for value in numbers(recorded[1]).values())
+
+
+def test_the_last_line_of_a_session_says_so(recorded):
+    kinds = [line["kind"] for line in read_metrics(recorded[0])]
+    assert kinds[-1] == "final"
+    assert kinds.count("final") == 1
+
+
+def test_a_resumed_run_appends_and_starts_where_the_last_line_ended(tmp_path):
+    first = fake_run.record([JsonLines(tmp_path)], 120, tmp_path)
+    base = read_base(tmp_path)
+    assert base == {"wall_s": 120.0, "params_version": 120.0, **first.totals}
+    assert read_evaluations(tmp_path) == list(first.evaluations)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "metrics", "wall_s": 12')  # killed in the middle of a line
+    fake_run.record([JsonLines(tmp_path)], 120, tmp_path)
+    kinds = [line["kind"] for line in read_metrics(tmp_path)]
+    assert kinds.count("final") == 2
+    assert read_base(tmp_path) == base
+
+
+def test_a_run_that_never_recorded_has_no_base(tmp_path):
+    assert read_base(tmp_path) == {}
+    assert read_evaluations(tmp_path) == []
+
+
+def test_a_stored_snapshot_comes_back_the_same(recorded):
+    run_dir, snapshot = recorded
+    assert read_snapshot(run_dir) == snapshot
+
+
+def test_a_stored_snapshot_without_returns_comes_back_with_nans(tmp_path):
+    snapshot = fake_run.record([], 5, tmp_path)
+    empty = dataclasses.replace(snapshot.returns, all_mean=math.nan, bands={})
+    recorder = JsonLines(tmp_path)
+    recorder.write(dataclasses.replace(snapshot, returns=empty), np.empty(0, fake_run.EPISODE), [])
+    recorder.close()
+    assert math.isnan(read_snapshot(tmp_path).returns.all_mean)
+
+
+def test_the_result_names_best_last_and_first_crossings(recorded, tmp_path):
+    _, snapshot = recorded
+    result = write_result(tmp_path, snapshot, "ten minutes are over", seed=3)
+    stored = json.loads((tmp_path / "result.json").read_text())
+    assert stored["seed"] == 3
+    assert stored["reason"] == "ten minutes are over"
+    assert stored["best"]["mean"] == max(e["mean"] for e in stored["evaluations"])
+    assert stored["last"] == stored["evaluations"][-1]
+    assert stored["first_crossings"]["random"] == stored["evaluations"][0]
+    assert stored["first_crossings"]["human"] is None
+    assert stored["memory"]["plain_bytes"] > 7 * stored["memory"]["bytes"]
+    assert stored["frames"] == result["frames"] == snapshot.totals["frames"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    code = (
+        "import sys\n"
+        "from zapex.watch import recorders, monitor, terminal, curve, summary\n"
+        "print({'torch', 'numba', 'rich', 'tensorboard', 'matplotlib'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """A stand-in for the package of Weights & Biases, which needs an account: what it is told.
+
+    "full": its disk refuses everything.
+    """
+    told = {"logged": [], "full": False}
+
+    class Run:
+        def log(self, values, step):
+            demand_room()
+            told["logged"].append((step, values))
+
+        def finish(self):
+            demand_room()
+            told["finished"] = True
+
+    def demand_room():
+        if told["full"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def init(**about):
+        demand_room()
+        told.update(about)
+        return Run()
+
+    package = types.ModuleType("wandb")
+    package.init = init
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return told
+
+
+def test_weights_and_biases_gets_every_number_and_the_settings(told, tmp_path):
+    snapshot = fake_run.record([WeightsAndBiases(tmp_path, {"lr": 0.5})], 300, tmp_path)
+    assert (told["name"], told["config"]) == (tmp_path.name, {"lr": 0.5})
+    step, values = told["logged"][-1]
+    assert step == snapshot.totals["steps"]
+    assert values.items() >= numbers(snapshot).items()
+    assert any("eval/episodic_return" in values for _, values in told["logged"])
+    assert told["finished"]
+
+
+@pytest.mark.parametrize("full_at_its_start", [True, False])
+def test_weights_and_biases_on_a_full_disk_ends_nothing_and_goes_on_once_there_is_room(
+    told, tmp_path, full_at_its_start
+):
+    told["full"] = full_at_its_start
+    fake = fake_run.FakeRun()
+    recorders = [JsonLines(tmp_path), WeightsAndBiases(tmp_path, {"lr": 0.5})]
+    monitor = fake.monitor(None, recorders, view_period_s=0, record_period_s=0)
+    for told["full"] in (True, True, False):
+        fake.advance(5)
+        monitor.tick()
+    texts = [message.text for message in monitor.close().messages]
+    why = "failed, the run goes on: No space left on device; free space on the disk"
+    assert sum(text.startswith(f"WeightsAndBiases {why}") for text in texts) == 1
+    assert "WeightsAndBiases works again" in texts
+    assert not monitor.unwritten
+    assert len(told["logged"]) == 2
+    assert told["finished"]
+    assert len(list(read_metrics(tmp_path))) == 4

@@ -1,0 +1,292 @@
+"""The listening end over real sockets: peers of libzmq, and bare ones that read or send nothing.
+
+Every test runs on the kernel's sockets and on F-Stack's (tests/support/fstack.py).
+"""
+
+import errno
+import random
+import select
+import socket
+import time
+from contextlib import suppress
+from unittest import mock
+
+import pytest
+import zmq
+
+from tests.support import fstack
+from tests.support.zmtp_peers import DEALER, ROUTER, drain, feed
+from zapex.fstack.reactor import FstackReactor
+from zapex.zmtp.connection import Connection, Limits
+from zapex.zmtp.handshake import Null
+from zapex.zmtp.reactor import KernelReactor
+from zapex.zmtp.router import HANDSHAKE_S, MESSAGES_PER_PEER, Router
+
+LIMITS = Limits(frame_bytes=1 << 24, frames=20)
+LARGE = random.Random(2).randbytes(12 << 20)  # more than the kernel holds for one connection
+
+
+class Served:
+    """A router, the address where it listens, what it has received and who has gone."""
+
+    def __init__(self, kind: str) -> None:
+        self.now_s, self.on_fstack = 0.0, kind == "fstack"
+        self.reactor, host, port = KernelReactor(), "127.0.0.1", 0
+        if self.on_fstack:
+            self.reactor = FstackReactor(fstack.loop())
+            host, port = fstack.addresses(fstack.setup())[0], fstack.free_port()
+        listener, port = self.reactor.listen(host, port)
+        self.address = (host, port)
+        self.router = Router(
+            self.reactor,
+            listener,
+            lambda peer: Connection(Null(ROUTER), LIMITS),
+            lambda: self.now_s,
+        )
+        self.gone: list[bytes] = []
+        self.router.on_gone = self.gone.append
+        self.received: list[tuple[bytes, list[bytes]]] = []
+
+    def turn(self) -> None:
+        self.router.poll(0.001)
+        while (found := self.router.receive()) is not None:
+            self.received.append((found[0], [bytes(frame) for frame in found[1]]))
+
+    def until(self, ready, turn=None) -> None:
+        deadline_s = time.monotonic() + 20
+        while not ready():
+            (turn or self.turn)()
+            assert time.monotonic() < deadline_s
+
+    def connected(self) -> socket.socket:
+        """A client's socket: F-Stack answers it only in turns."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.connect_ex(self.address)
+        self.until(lambda: select.select([], [sock], [], 0)[1])
+        return sock
+
+    def until_closed(self, sock: socket.socket) -> bytes:
+        """What a client still receives before its connection ends."""
+        data = bytearray()
+
+        def ended() -> bool:
+            with suppress(BlockingIOError):
+                data.extend(got := sock.recv(1000))
+                return not got
+            return False
+
+        self.until(ended)
+        return bytes(data)
+
+
+class Bare:
+    """A client of few words: it sends and reads only when it is told to."""
+
+    def __init__(self, served: Served) -> None:
+        self.sock = served.connected()
+        self.connection = Connection(Null(DEALER), LIMITS)
+        self.messages: list[list[bytes]] = []
+        served.until(lambda: self.connection.ready, lambda: (served.turn(), self.turn()))
+
+    def turn(self) -> None:
+        data = drain(self.connection)
+        if data:
+            self.sock.sendall(data)
+        with suppress(BlockingIOError):
+            self.messages += feed(self.connection, self.sock.recv(1 << 20))
+
+    def send(self, *message: bytes) -> None:
+        self.connection.send([memoryview(frame) for frame in message])
+        self.turn()
+
+
+@pytest.fixture(params=["kernel", "fstack"])
+def served(request):
+    made = Served(request.param)
+    yield made
+    made.reactor.close_all()
+
+
+@pytest.fixture
+def dealer(served):
+    context = zmq.Context()
+
+    def connected():
+        made = context.socket(zmq.DEALER)
+        made.linger, made.rcvtimeo = 0, 20_000
+        made.connect("tcp://{}:{}".format(*served.address))
+        return made
+
+    yield connected
+    context.destroy(linger=0)
+
+
+def own_address(served):
+    """The address from which clients here reach the server."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(served.address)
+        return probe.getsockname()[0]
+
+
+def send(served, peer, *message):
+    return served.router.send(peer, [memoryview(frame) for frame in message])
+
+
+def test_each_connection_is_a_peer_of_its_own(served, dealer):
+    one, other = dealer(), dealer()
+    one.send_multipart([b"from one"])
+    other.send_multipart([b"from other", b""])
+    served.until(lambda: len(served.received) == 2)
+    said = {message[0]: peer for peer, message in served.received}
+    assert send(served, said[b"from other"], b"to other")
+    assert send(served, said[b"from one"], b"to one")
+    served.until(lambda: one.poll(0) and other.poll(0))
+    assert one.recv_multipart() == [b"to one"]
+    assert other.recv_multipart() == [b"to other"]
+    assert served.router.address_of(said[b"from one"]) == own_address(served)
+
+
+def test_a_peer_that_does_not_read_delays_nobody_and_its_message_is_resumed(served):
+    slow, quick = Bare(served), Bare(served)
+    slow.send(b"slow")
+    quick.send(b"quick")
+    served.until(lambda: len(served.received) == 2)
+    peers = {message[0]: peer for peer, message in served.received}
+    held_up = send(served, peers[b"slow"], LARGE, b"end")
+    assert not held_up.done
+    assert served.router.queued(peers[b"slow"], 1 << 20) == 1
+    assert {peer: n for n, peer in served.router.held()}[peers[b"slow"]] > 1 << 20
+    passed = send(served, peers[b"quick"], LARGE)
+    served.until(lambda: quick.messages, lambda: (served.turn(), quick.turn()))
+    assert quick.messages == [[LARGE]]
+    assert passed.done
+    assert not held_up.done
+    served.until(lambda: slow.messages, lambda: (served.turn(), slow.turn()))
+    assert slow.messages == [[LARGE, b"end"]]
+    assert held_up.done
+    assert served.router.queued(peers[b"slow"], 1 << 20) == 0
+
+
+def test_a_peer_gets_at_most_so_many_messages_that_it_does_not_read(served):
+    peer = Bare(served)
+    peer.send(b"hello")
+    served.until(lambda: served.received)
+    name = served.received[0][0]
+    sent = [send(served, name, LARGE[:100_000]) for _ in range(200)]
+    assert None in sent
+    accepted = [one for one in sent if one is not None]
+    assert sum(not one.done for one in accepted) == MESSAGES_PER_PEER
+    served.until(lambda: len(peer.messages) == len(accepted), lambda: (served.turn(), peer.turn()))
+    assert send(served, name, b"again") is not None
+
+
+def test_messages_that_are_not_received_wait_with_their_sender(served, dealer):
+    one = dealer()
+    for number in range(1000):
+        one.send_multipart([b"%d" % number, bytes(10_000)])
+    served.until(lambda: served.router.ready, lambda: served.router.poll(0.001))
+    for _ in range(100):
+        served.router.poll(0.001)
+    ((held, _),) = served.router.held()
+    assert held < 2 * MESSAGES_PER_PEER * 10_000
+    served.until(lambda: len(served.received) == 1000)
+    assert [int(message[0]) for _, message in served.received] == list(range(1000))
+
+
+def test_a_connection_that_this_end_closes_loses_its_messages_and_is_told_gone(served, dealer):
+    one, other = dealer(), dealer()
+    monitor = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    one.send_multipart([b"first"])
+    served.until(lambda: served.received)
+    ((name, _),) = served.received
+    one.send_multipart([b"second"])
+    served.until(lambda: served.router.ready, lambda: served.router.poll(0.001))
+    served.router.hang_up(name)
+    assert served.router.receive() is None
+    with pytest.raises(KeyError):
+        send(served, name, b"no more")
+    served.until(lambda: served.gone and monitor.poll(0))
+    assert served.gone == [name]
+    assert served.router.fd_of(name) == -1
+    other.send_multipart([b"other"])
+    served.until(lambda: len(served.received) == 2)
+    one.disable_monitor()
+
+
+def test_what_a_peer_sent_before_it_left_is_still_received(served):
+    peer = Bare(served)
+    peer.send(b"bye")
+    peer.sock.close()
+    served.until(lambda: served.router.ready, lambda: served.router.poll(0.001))
+    for _ in range(10):
+        served.router.poll(0.001)
+    assert served.gone == []
+    served.until(lambda: served.gone)
+    assert [message for _, message in served.received] == [[b"bye"]]
+    assert served.gone == [served.received[0][0]]
+
+
+def test_sending_to_a_peer_that_has_left_is_noticed(served):
+    peer = Bare(served)
+    peer.send(b"hello")
+    served.until(lambda: served.received)
+    peer.sock.close()
+    name = served.received[0][0]
+
+    def refused() -> bool:
+        try:
+            send(served, name, b"the stack takes some")
+        except KeyError:
+            return True
+        return False
+
+    served.until(refused, fstack.loop().turn if served.on_fstack else lambda: time.sleep(0.001))
+
+
+def test_a_rule_that_one_peer_breaks_ends_that_connection_alone(served):
+    bad, good = Bare(served), Bare(served)
+    bad.sock.sendall(b"\xff\xff")
+    good.send(b"good")
+    served.until(lambda: served.gone and served.received)
+    assert [message for _, message in served.received] == [[b"good"]]
+    assert served.until_closed(bad.sock) == b""
+
+
+def test_a_connection_without_a_handshake_is_closed_after_a_while(served):
+    with served.connected() as silent:
+        served.until(lambda: len(served.router.held()) == 1)
+        talking = Bare(served)
+        served.now_s += HANDSHAKE_S + 1
+        served.until(lambda: served.gone)
+        assert len(served.until_closed(silent)) == 64  # the greeting
+    talking.send(b"still here")
+    served.until(lambda: served.received)
+
+
+def test_a_peer_that_is_silent_for_longer_than_it_said_is_closed(served):
+    peer = Bare(served)
+    peer.connection.ping(2.0)
+    peer.turn()
+    served.until(
+        lambda: peer.connection.heard_pong is not None, lambda: (served.turn(), peer.turn())
+    )
+    served.now_s += 1.9
+    for _ in range(10):
+        served.turn()
+    assert served.gone == []
+    served.now_s += 1
+    served.until(lambda: served.gone)
+
+
+def test_without_free_descriptors_it_listens_again_later(served):
+    full = OSError(errno.EMFILE, "too many open files")
+    with mock.patch.object(type(served.reactor), "accept", side_effect=full) as accept:
+        waiting = served.connected()
+        served.until(lambda: accept.called)
+        for _ in range(20):
+            served.turn()
+        assert accept.call_count == 1  # it does not spin
+    served.now_s += 1
+    served.until(served.router.held)
+    waiting.close()

@@ -1,0 +1,202 @@
+"""Batches go to a device, and results come back, while it computes: two buffers and two waits.
+
+A device has two queues of work. The copier moves batches to it; the computer computes, and moves
+results back. The host puts work into both and does not wait for it, except for a result:
+
+    WAIT copied   the computer waits for the copy of a batch before it computes with it
+    WAIT landed   the host waits for a result before it reads it
+
+There are two seats, each with a buffer for a batch, and one for its result. The first wait orders
+the copy before the computation, the second orders both before the host. So after `download`
+returned a seat's result, nothing uses the seat, nor the host's memory that the batch came from.
+
+    ticket = device.upload(memory)           # memory: do not write to it before `download`
+    device.wait(ticket)
+    device.compute(ticket, work)             # work(ticket, enter) -> ticket.out
+    ...                                      # upload the next batch, compute with it
+    numbers = device.download(ticket)
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Enter = Callable[[str], object]
+_SEATS = 2
+_EAGER = 3  # steps of a seat before it is recorded: libraries choose their methods in them
+
+
+class Queues(Protocol):
+    """The two queues of a device. Events are this object's own."""
+
+    device: torch.device
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Memory of the host, uint8 [nbytes], that the device can copy from and to."""
+
+    def copy_in(self, to: Tensor, source: Tensor) -> Any:
+        """Put a copy from host memory into the copier's queue. Returns the event of its end."""
+
+    def copy_out(self, to: Tensor, source: Tensor) -> Any:
+        """Put a copy to host memory into the computer's queue. Returns the event of its end."""
+
+    def compute(self, work: Callable[[Enter], object], key: int | None = None) -> None:
+        """Put work into the computer's queue.
+
+        work: is given a function to call when a phase begins. key: the work of one key is always
+        the same work on the same memory; None: it is not.
+        """
+
+    def computer_waits(self, event: Any) -> None:
+        """What is put into the computer's queue from now on begins after the event."""
+
+    def host_waits(self, event: Any) -> None:
+        """Return after the event."""
+
+    def times(self, key: int) -> dict[str, float]:
+        """How long each phase of the key's last work took, in ms. It must have ended."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A batch under way. `memory` (uint8) is on the device; `out` (float32) is its result there."""
+
+    seat: int
+    memory: Tensor
+    out: Tensor
+    landing: Tensor
+    copied: Any = None
+    landed: Any = None
+
+
+class Device:
+    """Two seats on a device. Use it from one thread.
+
+    Args:
+        queues: of the device.
+        batch_bytes: the size of a batch's memory.
+        results: how many float32 numbers come back.
+    """
+
+    def __init__(self, queues: Queues, batch_bytes: int, results: int) -> None:
+        self.queues = queues
+        self._seats = [
+            Ticket(
+                seat,
+                torch.empty(batch_bytes, dtype=torch.uint8, device=queues.device),
+                torch.empty(results, device=queues.device),
+                queues.host_memory(4 * results).view(torch.float32),
+            )
+            for seat in range(_SEATS)
+        ]
+        self._taken = [False] * _SEATS
+        self._next = 0
+
+    def upload(self, memory: Tensor) -> Ticket:
+        """Begin to copy a batch. Returns its ticket.
+
+        Raises RuntimeError if both seats are taken: their results were not downloaded.
+        """
+        if self._taken[self._next]:
+            raise RuntimeError("a batch's buffer is in use until its result was downloaded")
+        ticket = self._seats[self._next]
+        self._taken[self._next] = True
+        self._next = (self._next + 1) % _SEATS
+        ticket.copied = self.queues.copy_in(ticket.memory, memory)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let the computer wait for the ticket's batch; the host goes on."""
+        self.queues.computer_waits(ticket.copied)  # WAIT copied
+
+    def compute(self, ticket: Ticket, work: Callable[[Ticket, Enter], object]) -> None:
+        """Begin the same work as always on this ticket's memory, and then to copy its result."""
+        self.queues.compute(lambda enter: work(ticket, enter), ticket.seat)
+        ticket.landed = self.queues.copy_out(ticket.landing, ticket.out)
+
+    def download(self, ticket: Ticket) -> np.ndarray:
+        """Wait for the ticket's result, float32 [results], and free its seat."""
+        self.queues.host_waits(ticket.landed)  # WAIT landed
+        self._taken[ticket.seat] = False
+        return ticket.landing.numpy().copy()
+
+    def times(self, ticket: Ticket) -> dict[str, float]:
+        """How long each phase of the ticket's work took, in ms, after its `download`."""
+        return self.queues.times(ticket.seat)
+
+
+class CudaQueues:
+    """The queues of a GPU: a stream for copies beside the current stream of this thread.
+
+    graphs: record the work of a key once as a CUDA graph, after a few times, and repeat that.
+    """
+
+    def __init__(self, device: torch.device, graphs: bool = True) -> None:
+        self.device, self._graphs = device, graphs
+        self._copier: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._recorded: dict[int, torch.cuda.CUDAGraph] = {}
+        self._seen: dict[int, int] = {}
+        self._phases: dict[int, dict[str, Any]] = {}
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Page-locked memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_in(self, to: Tensor, source: Tensor) -> Any:
+        """Copy beside the computation."""
+        with torch.cuda.stream(self._copier):
+            to.copy_(source, non_blocking=True)
+            return self._copier.record_event()
+
+    def copy_out(self, to: Tensor, source: Tensor) -> Any:
+        """Copy after the computation."""
+        to.copy_(source, non_blocking=True)
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def compute(self, work: Callable[[Enter], object], key: int | None = None) -> None:
+        """Launch work, or the graph of its key."""
+        if key is None:
+            work(lambda phase: None)
+            return
+        phases = self._phases.setdefault(key, {})
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if key not in self._recorded:
+            if not self._graphs or self._seen[key] <= _EAGER:
+                self._run(work, phases)
+                return
+            graph = torch.cuda.CUDAGraph()
+            # It records, and does not run. Other threads may take page-locked memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._run(work, phases)
+            self._recorded[key] = graph
+        self._recorded[key].replay()
+
+    def _run(self, work: Callable[[Enter], object], phases: dict[str, Any]) -> None:
+        def enter(phase: str) -> None:
+            if phase not in phases:
+                # External: a graph records it each time that it runs.
+                event: Any = torch.cuda.Event
+                phases[phase] = event(enable_timing=True, external=True)
+            phases[phase].record()
+
+        work(enter)
+        enter("")
+
+    def computer_waits(self, event: torch.cuda.Event) -> None:
+        """The computing stream waits; the host does not."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def host_waits(self, event: torch.cuda.Event) -> None:
+        """Synchronise with one event."""
+        event.synchronize()
+
+    def times(self, key: int) -> dict[str, float]:
+        """From each phase's event to the next one's."""
+        pairs = itertools.pairwise(self._phases[key].items())
+        return {name: mark.elapsed_time(after) for (name, mark), (_, after) in pairs}

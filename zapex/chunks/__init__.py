@@ -1,0 +1,4 @@
+"""The bytes of a transition: a slot, a message and a file have the same layout.
+
+Imports: errors, machine.
+"""

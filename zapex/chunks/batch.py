@@ -1,0 +1,168 @@
+"""Batch: all columns of the sampled transitions, in one block of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.layout import BatchLayout
+from zapex.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Observation = NDArray[Any] | dict[str, NDArray[Any]]
+_USUAL = ("obs", "action", "reward", "discount", "next_obs", "weights", "keys", "indices")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Batch(Mapping[str, Any]):
+    """B sampled transitions, as arrays over one block of memory.
+
+    Read a column as an attribute or by name (`batch["mask"]` for an extra column). A Dict
+    observation is a dict of arrays. If a row was overwritten while it was copied, its weight is 0
+    and its key is -1. This happens only if the replay is in another process.
+
+    Attributes:
+        obs: (B, *shape) observations s.
+        action: (B, ...) actions, of the schema's dtype.
+        reward: (B,) float32 n-step returns.
+        discount: (B,) float32 factors of the bootstrap: gamma^m, or 0 after a terminal step.
+        next_obs: (B, *shape) observations s'.
+        weights: (B,) float32 importance weights.
+        keys: (B,) int64, for `update_priorities`.
+        indices: (B,) int64 places in the memory. A place is used again, a key is not.
+        columns: all columns by name.
+        layout: the place of each column.
+        memory: the block itself, uint8.
+        fresh: chunks that this batch is the first to need on a device (device_frames.py).
+    """
+
+    layout: BatchLayout
+    memory: NDArray[np.uint8]
+    _pinned: Any = None
+    columns: dict[str, Any] = field(init=False)
+    obs: Observation = field(init=False)
+    action: NDArray[Any] = field(init=False)
+    reward: NDArray[np.float32] = field(init=False)
+    discount: NDArray[np.float32] = field(init=False)
+    next_obs: Observation = field(init=False)
+    weights: NDArray[np.float32] = field(init=False)
+    keys: NDArray[np.int64] = field(init=False)  # type: ignore[assignment]
+    indices: NDArray[np.int64] = field(init=False)
+    fresh: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        flat = self.layout.views(self.memory)
+        columns: dict[str, Any] = {}
+        for name, array in flat.items():
+            root, _, key = name.partition("/")
+            if key:
+                columns.setdefault(root, {})[key] = array
+            else:
+                columns[root] = array
+        usual = {name: columns[name] for name in _USUAL if name in columns}
+        self.__dict__.update(usual, columns=columns, fresh=[])
+
+    @classmethod
+    def empty(cls, layout: BatchLayout, pin_memory: bool = False) -> Batch:
+        """Allocate memory for a batch.
+
+        Args:
+            layout: sizes and places of the columns.
+            pin_memory: page-lock the memory, for copies to a GPU.
+
+        Raises:
+            ConfigError: pin_memory is set and torch finds no GPU.
+        """
+        if not pin_memory:
+            return cls(layout, aligned_zeros(layout.nbytes))
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("pin_memory needs a GPU that torch can see; there is none")
+        pinned = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True)
+        return cls(layout, pinned.numpy(), pinned)
+
+    def __repr__(self) -> str:
+        views = self.layout.views(self.memory).items()
+        columns = ", ".join(f"{name} {array.dtype} {array.shape[1:]}" for name, array in views)
+        return f"<Batch of {self.layout.batch_size} rows: {columns}>"
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The block of memory as a uint8 tensor; page-locked if the batch was made so."""
+        import torch
+
+        return torch.from_numpy(self.memory) if self._pinned is None else self._pinned
+
+    def torch(self, device: torch.device | str = "cpu", non_blocking: bool = False) -> Tensors:
+        """The columns as tensors.
+
+        Args:
+            device: on the CPU the tensors share the batch's memory. On another device they are one
+                copy of it.
+            non_blocking: do not wait for the copy. This needs pinned memory. The device orders its
+                work after the copy by itself. Before the batch is filled again, call `wait()` of
+                the result.
+
+        Returns:
+            A dict by column name. A Dict observation is a dict of tensors.
+        """
+        import torch
+
+        block = self.block.to(device, non_blocking=non_blocking)
+        tensors = Tensors(split(self.layout, block))
+        if block.device.type == "cuda" and non_blocking:
+            tensors.copied = torch.cuda.current_stream(block.device).record_event()
+        return tensors
+
+
+class Tensors(dict[str, Any]):
+    """The columns of a batch as tensors, by name."""
+
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Wait until the copy that made the tensors no longer reads the batch's memory."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+def split(layout: BatchLayout, block: torch.Tensor) -> dict[str, Any]:
+    """The columns of a batch, by name, as views of its block of memory (uint8) on any device."""
+    import torch
+
+    columns: dict[str, Any] = {}
+    for name, section in layout.sections.items():
+        kind = torch.from_numpy(np.empty(0, section.dtype)).dtype
+        part = block[section.offset : section.offset + section.nbytes]
+        tensor = part.view(kind).view(section.shape)
+        root, _, key = name.partition("/")
+        if layout.moves_stack(name):
+            tensor = tensor.movedim(-1, 1)
+        if key:
+            columns.setdefault(root, {})[key] = tensor
+        else:
+            columns[root] = tensor
+    return columns
+
+
+def aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
+    """Zeroed memory that starts on a cache line (64 bytes)."""
+    memory = np.zeros(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes]

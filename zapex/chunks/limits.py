@@ -1,0 +1,71 @@
+"""What the values of a chunk can be: bounds that follow from the settings of a run."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zapex.chunks.schema import Schema
+from zapex.chunks.store import ChunkStore
+
+LARGEST = 2.0**32
+"""Its fourth power is the largest float32: the loss squares a TD error, and the norm of the
+gradient squares that again."""
+_FINITE = float(np.finfo(np.float32).max)
+_ROUNDING = 1 + 1e-5  # of float32 sums
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest values of a chunk's transitions. The defaults only ask for finite numbers.
+
+    reward: of an n-step return, without its sign. discount: of the factor of the bootstrap.
+    priority: a larger |priority| counts as this. actions: how many there are; 0: an action may be
+    any value. frame: of a number in an observation, without its sign; 0: it may be any value.
+    frames_per_step: of the environment, for the counters.
+    """
+
+    reward: float = _FINITE
+    discount: float = _FINITE
+    priority: float = _FINITE
+    actions: int = 0
+    frame: float = 0.0
+    frames_per_step: int = 1
+
+    @classmethod
+    def of_run(
+        cls, schema: Schema, *, actions: int, frames_per_step: int, clipped: bool
+    ) -> "Limits":
+        """The bounds of a run. clipped: its rewards are clipped to [-1, 1].
+
+        Then an n-step return is at most the sum of gamma^k for k < n, a value is at most
+        1 / (1 - gamma) (Sutton & Barto, eq. 3.10), and a TD error at most a return and two values.
+        """
+        gamma, reward, priority = schema.gamma, LARGEST, LARGEST
+        if clipped:
+            reward = _ROUNDING * sum(gamma**k for k in range(schema.n_step))
+            if gamma < 1.0:
+                priority = min(LARGEST, reward + 2 / (1 - gamma))
+        discount = _ROUNDING * gamma
+        return cls(reward, discount, priority, actions, LARGEST, frames_per_step)
+
+    def breach(self, store: ChunkStore, slot: int, rows: int, frames: int) -> str:
+        """What no run can produce in the chunk of a slot; "" if nothing. Limits its priorities."""
+        reward, discount, priority, action = (
+            store.column(slot, name)[:rows] for name in ("reward", "discount", "priority", "action")
+        )
+        # NaN is not below any number.
+        if not np.abs(reward).max() <= self.reward:
+            return f"a return that is not within {self.reward:.6g}"
+        if not (discount.min() >= 0.0 and discount.max() <= self.discount):
+            return f"a discount that is not within 0 to {self.discount:.6g}"
+        if not np.abs(priority).max() <= _FINITE:
+            return "a priority that is not finite"
+        if self.actions and not 0 <= action.min() <= action.max() < self.actions:
+            return f"an action that is not within 0 to {self.actions - 1}"
+        for name, column in store.layout.schema.obs_columns.items() if self.frame else ():
+            if np.dtype(column.dtype).kind == "f":
+                frame = store.column(slot, name)[:frames]
+                if not np.abs(frame).max() <= self.frame:
+                    return f"an observation that is not within {self.frame:.6g}"
+        np.minimum(priority, self.priority, out=priority)
+        return ""

@@ -1,0 +1,330 @@
+"""The command line: its commands, and how their failures are reported.
+
+The only reader of `sys.argv` and `os.environ`. Nothing heavy is imported before it is needed, so
+that `zapex --help` is quick and a mistake is reported before any process starts.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zapex
+from zapex.cli import hosts
+from zapex.cli.flags import parse, read_settings
+from zapex.cli.resolve import MACHINE, check_trust, findings, prepared, resolve, run_directory
+from zapex.config.settings import Config
+from zapex.config.words import did_you_mean
+from zapex.errors import CheckpointError, ConfigError, ZapexError
+from zapex.processes.child import Swallowed
+
+if TYPE_CHECKING:
+    from zapex.envs.environments import EnvironmentSpec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0, 1 for a failure, 2 for bad input."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    # The path of an installed script lacks the working directory, where `module:Id` is found. It is
+    # last: a file there, perhaps of a stored run, must not take the place of an installed module.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        with _every_interrupt():
+            code = _dispatch(args)
+            sys.stdout.flush()
+            return code
+    except ZapexError as error:
+        print("zapex: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
+    except OSError as error:
+        broken = isinstance(error, BrokenPipeError)
+        if not broken and (error.errno != errno.ENOSPC or error.filename):
+            raise
+        # Python would report it again when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if broken:  # the reader of our output has gone
+            return 1
+        print("zapex: no space is left where the output is written", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        # An installation without its dependencies is enough for the library.
+        package = (error.name or "zapex").partition(".")[0]
+        if package == "zapex":
+            raise
+        print(f"zapex: this command needs {package}: pip install zapex", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("zapex: interrupted", file=sys.stderr)
+        return 130
+
+
+@contextlib.contextmanager
+def _every_interrupt() -> Iterator[None]:
+    """Make a Ctrl-C at any moment end the command, by a KeyboardInterrupt.
+
+    One that a callback from C has swallowed comes again a moment later. An extension that is being
+    imported makes another error of it.
+    """
+    former_handler = signal.getsignal(signal.SIGINT)
+    if former_handler is not signal.default_int_handler:
+        yield  # the caller has decided what a Ctrl-C means
+        return
+    main_thread = threading.main_thread().ident or 0
+    interrupted = False
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def again() -> None:
+        timer = threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGINT, handler)
+    swallowed = Swallowed(KeyboardInterrupt, again)
+    try:
+        yield
+    except Exception:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        swallowed.close()
+        signal.signal(signal.SIGINT, former_handler)
+
+
+def _dispatch(args: list[str]) -> int:
+    name = args[0] if args else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"zapex {zapex.__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"there is no command {name!r}{did_you_mean(name, COMMANDS)}; `zapex --help` lists them"
+        )
+    return COMMANDS[name][0](args[1:])
+
+
+def _overview() -> str:
+    commands = "\n".join(f"  zapex {name:<8} {text}" for name, (_, text) in COMMANDS.items())
+    return (
+        f"zapex {zapex.__version__}: distributed prioritized experience replay\n\n{commands}\n"
+        "  zapex --version\n\n`zapex COMMAND --help` shows its flags."
+    )
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+def _train(args: list[str]) -> int:
+    run = resolve(args, "train", "Train on one host until stopped, or until a limit is reached.")
+    config = prepared(run)
+    from zapex.config.presets import outlook
+    from zapex.run import train
+    from zapex.watch.terminal import print_table
+
+    preset = str(run.chosen["preset"].value)
+    seen = outlook(preset, run.spec.env_id, config.run.max_minutes, run.spec.atari)
+    print_table(f"{_until(config, run.spec)}\n{seen}")
+    return train.train(config, run.spec)
+
+
+def _until(config: Config, spec: "EnvironmentSpec") -> str:
+    """When the run ends by itself, and returns to compare with."""
+    limits = config.run
+    ends = []
+    if limits.max_minutes:
+        ends.append(f"{limits.max_minutes:g} minutes are over")
+    if limits.max_frames:
+        ends.append(f"{limits.max_frames:,} frames are played")
+    if limits.stop_at_return is not None:
+        ends.append(f"an evaluation's mean return reaches {limits.stop_at_return:g}")
+    text = f"Runs until {' or '.join(ends or ['stopped'])}; Ctrl-C ends it and saves."
+    if spec.references:
+        known = ", ".join(f"{name} {value:g}" for name, value in spec.references.items())
+        text += f" Returns to compare with: {known}."
+    return text
+
+
+@dataclass(frozen=True)
+class _EvalOptions:
+    """What to evaluate, and what to write."""
+
+    run: str = ""
+    """Directory of the run."""
+    episodes: int = 10
+    """Games to play."""
+    checkpoint: str = "best"
+    """The checkpoint: best, latest, the name of one of the run's, or a file."""
+    video: str = ""
+    """Film the games in this mp4; they are then played one after the other."""
+    json: str = ""
+    """Write the returns to this file."""
+    seed: int = 1
+    """Of the games."""
+    epsilon: float | None = None
+    """Share of random actions; not given: the run's own."""
+    device: str = "auto"
+    """Where the network computes: auto, cpu or cuda."""
+    env: str = ""
+    """The run's environment, if it is module:Id or module:callable and you do not say --trust."""
+    trust: bool = False
+    """Run the module that the run names as its environment."""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"--episodes must be at least 1, got {self.episodes}")
+        if self.epsilon is not None and not 0 <= self.epsilon <= 1:
+            raise ConfigError(f"--epsilon must be 0 to 1, got {self.epsilon:g}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"--device must be auto, cpu or cuda, got {self.device!r}")
+        if self.video and not self.video.endswith(".mp4"):
+            raise ConfigError(f"--video must end in .mp4, got {self.video}")
+        for flag, file in (("--json", self.json), ("--video", self.video)):
+            if not Path(file).parent.is_dir():
+                raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
+
+
+def _eval(args: list[str]) -> int:
+    what = "Play whole games with a run's saved network, and print the mean return."
+    options = parse(_EvalOptions(), args, "eval", what, "run")
+    run_dir = run_directory(options.run)
+    path = str(run_dir / "config.toml")
+    settings = read_settings(path) | {"device": options.device}
+    config = Config().replace(**settings)
+    if options.env not in ("", config.env.env):
+        raise ConfigError(f"--env is {options.env!r}, but {run_dir} is of {config.env.env!r}")
+    check_trust(path, settings, {"env": options.env} if options.env else {}, options.trust)
+    epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
+    from zapex.checkpoints import policy as saved_policy
+    from zapex.envs import environments
+    from zapex.roles import evaluator
+
+    spec = environments.check(config.env.env, config.env.env_kwargs)
+    if options.video:  # pygame draws some screens; it needs no window, sound or greeting
+        for name in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
+            os.environ.setdefault(name, "dummy")
+    saved = saved_policy.find(run_dir, options.checkpoint)
+    policy = saved_policy.load(saved, spec, config.learner)
+    print(spec.describe, *spec.notes, f"checkpoint {saved}", sep="\n", flush=True)
+    result = evaluator.evaluate(
+        policy.q_values,
+        spec,
+        options.episodes,
+        seed=options.seed,
+        epsilon=epsilon,
+        noop_max=config.evaluator.eval_noop_max,
+        video=options.video or None,
+    )
+    if options.json:
+        facts = {"env": spec.env_id, "checkpoint": str(saved), "seed": options.seed}
+        text = json.dumps({**facts, "epsilon": epsilon, **result.describe()}, indent=2)
+        Path(options.json).write_text(text + "\n")
+    if options.video:
+        print(f"video {options.video}")
+    print(f"mean {result.mean:g}  (std {result.std:.3g}, {len(result.returns)} episodes)")
+    return 0
+
+
+def _doctor(args: list[str]) -> int:
+    if args and args[0] in hosts.WHAT:
+        return hosts.doctor(args[0], args[1:])
+    what = (
+        "Say whether this machine has what `zapex train` would need. `zapex doctor replay`, "
+        "`zapex doctor actor` and `zapex doctor learner` do it for one host of several."
+    )
+    run = resolve(args, "doctor", what, first=MACHINE)
+    from zapex.run import preflight
+
+    return preflight.doctor(findings(run))
+
+
+def _config(args: list[str]) -> int:
+    what = "Print the settings that `zapex train` would run with, as TOML."
+    run = resolve(args, "config", what)
+    from zapex.config.presets import explain
+
+    print(*(f"#{line}" for line in explain(run.chosen).splitlines()), sep="\n")
+    print(run.config.to_toml(), end="")
+    return 0
+
+
+def _demo(args: list[str]) -> int:
+    from zapex.cli import demo_cluster, demo_kill
+
+    demos = {"kill": demo_kill.command, "cluster": demo_cluster.command}
+    if args and args[0] in demos:
+        return demos[args[0]](args[1:])
+    if {"-h", "--help", "help"} & set(args):
+        print("zapex demo: train CartPole to 475 of 500, then draw its learning curve")
+        print("zapex demo kill: train while actor, learner and replay are killed on a timer")
+        print("zapex demo cluster: train on four hosts of this machine")
+        return 0
+    if args and not args[0].startswith("-"):
+        raise ConfigError(
+            f"there is no demo {args[0]!r}{did_you_mean(args[0], demos)}; there are `zapex demo`, "
+            "`zapex demo kill` and `zapex demo cluster`"
+        )
+    return _train([*["CartPole-v1", "--stop-at-return", "475", "--max-minutes", "5"], *args])
+
+
+def _bench(args: list[str]) -> int:
+    """Benchmarks compare with other libraries and write results of this machine: they are part of
+    the source tree, not of the wheel."""
+    tree = Path(zapex.__file__).parent.parent
+    scripts = {p.stem.removeprefix("bench_"): p for p in tree.glob("benchmarks/*/bench_*.py")}
+    names = sorted(scripts)
+    if not names:
+        raise ConfigError(
+            "benchmarks come with the source tree, not with the wheel: clone the repository and "
+            "run `make bench`"
+        )
+    if not args or args[0] in ("-h", "--help"):
+        print("\n".join(f"zapex bench {name}" for name in names))
+        return 0
+    name = args[0].replace("-", "_")
+    if name not in names:
+        near = did_you_mean(name, names)
+        raise ConfigError(f"there is no benchmark {name!r}{near}; there are {', '.join(names)}")
+    sys.path.insert(0, str(tree))
+    sys.argv = [f"zapex bench {name}", *args[1:]]
+    # Imported, not run as __main__: its children must find its functions by name.
+    module = import_module(".".join(scripts[name].relative_to(tree).with_suffix("").parts))
+    return int(module.main())
+
+
+_host = hosts.command
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "train on this host"),
+    "eval": (_eval, "evaluate a run's saved network: zapex eval RUN"),
+    "replay": (partial(_host, "replay"), "one run on many hosts: keep and serve the experience"),
+    "actor": (partial(_host, "actor"), "one run on many hosts: run actors on this host"),
+    "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),
+    "keygen": (hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
+    "doctor": (_doctor, "check whether this machine has what a run needs"),
+    "demo": (
+        _demo,
+        "CartPole in a minute; zapex demo kill; zapex demo cluster",
+    ),
+    "config": (_config, "print the settings of a run as TOML, for --config"),
+    "bench": (_bench, "measure this machine (source tree only)"),
+}
+"""Command -> (its function, its purpose)."""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,4 @@
+"""Settings: their fields, ranges and defaults, and the presets for a machine.
+
+Imports: chunks, errors, machine.
+"""

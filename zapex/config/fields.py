@@ -1,0 +1,137 @@
+"""Values of settings: fields with a type and a range, counts like 200k, and TOML's text."""
+
+import dataclasses
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zapex.errors import ConfigError
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: `batch_size` -> `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def bounded(
+    default: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    local: bool = False,
+    replays: bool = False,
+    invocation: bool = False,
+) -> Any:
+    """A field with its range: `low <= value <= high` and `value > above`.
+
+    `local` fields may differ between the hosts of one run; so may `replays` fields, which only the
+    replay's host uses. `invocation` fields belong to one call of the command and are not written to
+    `config.toml` (they are local too).
+    """
+    metadata = {
+        "low": low,
+        "high": high,
+        "above": above,
+        "local": local or invocation,
+        "replays": replays,
+        "invocation": invocation,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def _type_problem(value: Any, kind: Any) -> str | None:
+    """What `value` should have been, or None if it is of `kind`."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        return None if value in options else "one of " + ", ".join(map(repr, options))
+    if origin in (types.UnionType, typing.Union):
+        problems = [_type_problem(value, option) for option in typing.get_args(kind)]
+        return None if None in problems else " or ".join(p for p in problems if p)
+    if origin is dict:
+        named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        return None if named else "a table of named values"
+    if kind is type(None):
+        return None if value is None else "left out"
+    if isinstance(value, bool):
+        return (
+            None if kind is bool else {int: "a whole number", float: "a number"}.get(kind, "text")
+        )
+    if kind is bool:
+        return "true or false"
+    if kind is int:
+        return None if isinstance(value, int) else "a whole number"
+    if kind is float:
+        fits = isinstance(value, (int, float)) and math.isfinite(value)
+        return None if fits else "a finite number"
+    return None if isinstance(value, kind) else "text"
+
+
+@dataclass(frozen=True)
+class SettingsGroup:
+    """Types and ranges are checked here, once for all sections."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            problem = _type_problem(value, hints[spec.name])
+            low, high, above = (spec.metadata.get(key) for key in ("low", "high", "above"))
+            if problem is None and value is not None:
+                if low is not None and value < low:
+                    problem = f"at least {low:,}"
+                elif above is not None and value <= above:
+                    problem = f"more than {above:,}"
+                elif high is not None and value > high:
+                    problem = f"at most {high:,}"
+            if problem is not None:
+                raise ConfigError(f"{flag_of(spec.name)} must be {problem}, got {value!r}")
+            if hints[spec.name] is float:  # 1 and 1.0 are one setting, also in JSON
+                object.__setattr__(self, spec.name, float(value))
+
+
+_COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+def parse_count(text: str) -> int:
+    """`"200k"`, `"2e5"`, `"10M"`, `"50_000"` as a whole number.
+
+    Raises:
+        ConfigError: the text is not a whole number.
+    """
+    match = re.fullmatch(r"([-+]?[0-9][0-9_]*)?(\.[0-9]+)?(e[-+]?[0-9]+)?([kmgb]?)", text.lower())
+    if match and (match[1] or match[2]):
+        # Decimal text times a power of ten is exact in integers, where floats would round.
+        whole, fraction = match[1] or "0", (match[2] or ".")[1:]
+        exponent = int((match[3] or "e0")[1:])
+        if abs(exponent) <= 18:
+            digits = int(whole.replace("_", "") + fraction) * _COUNT_SUFFIXES[match[4]]
+            shift = exponent - len(fraction)
+            value, rest = divmod(digits * int(10 ** max(shift, 0)), int(10 ** max(-shift, 0)))
+            if rest == 0:
+                return value
+    raise ConfigError(f"a count must be a whole number like 5000, 200k, 2e5 or 10M, got {text!r}")
+
+
+def toml_value(value: Any, name: str) -> str:
+    """One plain value as TOML writes it. Raises ConfigError if TOML cannot express it."""
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except for one control character that JSON does not escape.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(item, name) for item in value) + "]"
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        items = (f"{toml_value(key, name)} = {toml_value(value[key], name)}" for key in value)
+        return "{" + ", ".join(items) + "}"
+    raise ConfigError(
+        f"{name} must be text, a number, true, false, a list or a table, got {value!r}"
+    )

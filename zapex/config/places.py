@@ -1,0 +1,47 @@
+"""Where each role computes and in which precision, as the first lines of a run say it."""
+
+from collections.abc import Collection
+
+from zapex.config.settings import Config
+from zapex.machine.resources import Machine
+
+_SLOW = "; this CPU has no instructions for it, which is slow"
+
+
+def learner_device(config: Config, machine: Machine) -> str:
+    """ "cuda" or "cpu": `--device auto` takes a GPU that torch can use."""
+    asked = config.learner.device
+    return asked if asked != "auto" else "cuda" if machine.learns_on_gpu else "cpu"
+
+
+def describe(config: Config, machine: Machine, roles: Collection[str], image: bool) -> list[str]:
+    """A line for each of `roles` that computes with the network. image: it sees pictures."""
+    lines = []
+    if "actor" in roles:
+        lines.append(f"actors: CPU, {_on_cpu(config.actor.actor_precision, machine, image)}")
+    if "learner" in roles:
+        precision = config.learner.precision
+        if learner_device(config, machine) == "cuda":
+            gpu = machine.gpu or "GPU"
+            lines.append(f"learner: {gpu}, {_on_gpu(precision, machine, image)}")
+        else:
+            threads = "" if config.learner.learner_threads else ", threads by a trial at its start"
+            lines.append(f"learner: CPU, {_on_cpu(precision, machine, image)}{threads}")
+    if "evaluator" in roles and config.evaluator.eval_period_s:
+        lines.append(f"evaluator: CPU, {_on_cpu(config.actor.actor_precision, machine, image)}")
+    return lines
+
+
+def _on_cpu(precision: str, machine: Machine, image: bool) -> str:
+    if not image or precision == "float32":
+        return "float32"
+    if precision == "auto":
+        return "bfloat16" if machine.cpu_bfloat16 else "float32"
+    return precision + ("" if machine.cpu_bfloat16 else _SLOW)
+
+
+def _on_gpu(precision: str, machine: Machine, image: bool) -> str:
+    gpu = machine.gpu
+    if image and (precision == "bfloat16" or (precision == "auto" and gpu and gpu.bfloat16)):
+        return "bfloat16"
+    return "float32" + (f" ({gpu.tf32} in TF32)" if gpu and gpu.tf32 else "")

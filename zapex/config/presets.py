@@ -1,0 +1,349 @@
+"""Values that suit a machine and a task, each with its reason."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zapex.chunks.layout import HEADER_WORDS, ChunkLayout
+from zapex.chunks.schema import Schema
+from zapex.config.fields import flag_of
+from zapex.config.settings import Config
+from zapex.errors import ConfigError
+from zapex.machine.resources import Machine
+
+_MEMORY_SHARE = 0.40
+"""The share of free memory that a preset gives to the replay; a machine has other work too."""
+_MOST_MEMORY_SHARE = 0.85
+"""The share of free memory that a replay may take on request; processes need the rest."""
+PROCESS_BYTES = 300 << 20
+"""A role's private memory with torch and the emulators: 220 MiB and up."""
+_MANY_ACTORS = 16
+"""Above this, a memory of two millions would turn over faster than the target network."""
+_LEAST = {"learning_starts": 1, "batch_size": 1}
+_REUSE = 8.0
+"""Samples per insert where the memory cannot grow with the actors: a usual value for DQN."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the choice depends on besides the machine; `schema` is the environment's."""
+
+    schema: Schema
+    atari: bool
+
+    @property
+    def image(self) -> bool:
+        """Whether observations are pictures: then the network is convolutional, and slow."""
+        return any(len(column.value_shape) == 3 for column in self.schema.obs_columns.values())
+
+
+class Choice(NamedTuple):
+    """A value and why it was chosen."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine, and the name of the part of a run that it has, as in zapex.host.parts."""
+
+    machine: Machine
+    part: str = "all"
+
+    @property
+    def replay_share(self) -> int:
+        """The memory that a preset gives to the replay, beside the other processes of a run."""
+        return int(_MEMORY_SHARE * self.machine.memory_bytes)
+
+    @property
+    def most_actors(self) -> int:
+        """As many as fit in the same share of memory, with the other roles."""
+        return max(1, self.replay_share // PROCESS_BYTES - 4)
+
+
+Rule = tuple[Any | Callable[[Host], Any], str]
+
+
+def _workstation_actors(host: Host) -> int:
+    """Those of this host; for the replay's host the most of all hosts together."""
+    cores = host.machine.cores
+    if host.part.startswith("replay"):
+        return max(32, 2 * cores)
+    if host.part == "learner":
+        return 1  # it has none
+    if host.part == "actor":  # the relay takes one core, or on many cores a few
+        wanted = cores if cores <= 4 else cores - min(3, -(-cores // 16))
+    elif host.machine.learns_on_gpu:
+        wanted = cores - (2 if cores <= 8 else 3 if cores <= 32 else 4)
+    else:  # the learner's batches are the bound: more actors would overrun it
+        wanted = min(_MANY_ACTORS, cores // 2)
+    return max(1, min(wanted, host.most_actors))
+
+
+def _few_actors(host: Host) -> int:
+    return min(32 if host.part.startswith("replay") else 4, _workstation_actors(host))
+
+
+def _laptop_actors(host: Host) -> int:
+    return max(1, min(host.machine.cores // 2, host.most_actors))
+
+
+def _learner_threads(host: Host) -> int:
+    """0 is a trial at the start, where there is a choice."""
+    spare = host.machine.cores - 1
+    if host.part == "all":
+        spare -= _workstation_actors(host)
+    return 1 if host.machine.learns_on_gpu or spare < 2 else 0
+
+
+def _laptop_threads(host: Host) -> int:
+    return 1 if host.machine.cores - 1 - _laptop_actors(host) < 2 else 0
+
+
+def _large_capacity(host: Host) -> int:
+    """The paper's two millions, for each sixteen actors."""
+    return max(2_000_000, 125_000 * _workstation_actors(host))
+
+
+_TINY = "tiny: it only shows that everything runs"
+_TINY_RUN: dict[str, Rule] = {
+    "actors": (1, _TINY),
+    "envs_per_actor": (2, _TINY),
+    "capacity": (4_096, _TINY),
+    "learning_starts": (256, _TINY),
+    "eval_episodes": (1, _TINY),
+}
+_ONE_THREAD: dict[str, Rule] = {
+    "env_threads": (1, "two roles on two cores: more threads would compete"),
+    "actor_threads": (1, "two roles on two cores: more threads would compete"),
+    "learner_threads": (1, "two torch threads beside busy actors are slower than one"),
+}
+_SMALL_TASK: dict[str, Rule] = {
+    "envs_per_actor": (8, "one forward pass for several environments"),
+    "batch_size": (128, "small networks learn well from small batches"),
+    "eval_period_s": (10.0, "runs are short"),
+}
+_VECTOR_LEARNING: dict[str, Rule] = {
+    "optimiser": ("adam", "learns small networks in fewer batches than RMSProp"),
+    "lr": (5e-4, "a small network tolerates large steps"),
+    "optimiser_eps": (1e-8, "Adam's usual"),
+    "loss": ("huber", "rewards are not clipped here"),
+    "max_grad_norm": (10.0, "rewards are not clipped here"),
+    "target_period": (250, "short episodes: the target network may follow quickly"),
+    "hidden": (128, "few inputs, so a small network is enough"),
+    "param_period": (16, "episodes are short"),
+    "publish_period_s": (0.1, "parameters are small"),
+    "eval_epsilon": (0.0, "the policy itself"),
+    "eval_noop_max": (0, "no-ops are customary for Atari"),
+}
+TABLE: dict[tuple[str, str], dict[str, Rule]] = {
+    ("laptop", "image"): {
+        "actors": (_laptop_actors, "half of the cores act, the others learn"),
+        "envs_per_actor": (32, "one forward pass for many environments"),
+        "capacity": (500_000, "more than an evening's experience on two cores"),
+        "learning_starts": (10_000, "seconds of experience instead of minutes"),
+        "batch_size": (64, "as fast a sample as in larger batches, and more updates"),
+        "n_step": (5, "between 3 and 7: 7 learned faster at first, 3 reached more"),
+        "optimiser": ("adam", "learns from fewer batches than RMSProp"),
+        "lr": (2e-4, "with Adam, in a short run"),
+        "optimiser_eps": (1e-6, "1.5e-4 learned Breakout many times slower: gradients are small"),
+        "target_period": (1_000, "about fifteen seconds"),
+        "loss": ("huber", "large errors early on do not dominate"),
+        "hidden": (256, "the paper's 512 takes half as long again"),
+        "channels": (16, "half of the paper's filters: twice as many samples a second"),
+        "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
+        **_ONE_THREAD,
+        "learner_threads": (_laptop_threads, "two on two cores are slower than one; 0: tried"),
+    },
+    ("laptop", "vector"): {
+        "actors": (1, "one core acts, the other learns"),
+        "capacity": (100_000, "enough for small tasks"),
+        "learning_starts": (1_000, "a second of experience"),
+        **_SMALL_TASK,
+        **_VECTOR_LEARNING,
+        **_ONE_THREAD,
+    },
+    ("workstation", "image"): {
+        "actors": (_workstation_actors, "one a core, less what the other roles here need"),
+        "envs_per_actor": (16, "one forward pass for many environments"),
+        "capacity": (_large_capacity, "the paper's, for each sixteen actors"),
+        "learning_starts": (20_000, "fewer actors than the paper's need longer for its 50,000"),
+        "eval_period_s": (300.0, "often enough for a curve"),
+        "env_threads": (1, "actors have a core each"),
+        "actor_threads": (1, "actors have a core each"),
+        "learner_threads": (_learner_threads, "1 beside a GPU; 0: tried on the cores left"),
+    },
+    ("workstation", "vector"): {
+        "actors": (_few_actors, "small tasks need few"),
+        "capacity": (200_000, "enough for small tasks"),
+        "learning_starts": (2_000, "a second of experience"),
+        **_SMALL_TASK,
+        **_VECTOR_LEARNING,
+        "env_threads": (1, "actors have a core each"),
+        "actor_threads": (1, "actors have a core each"),
+        "learner_threads": (1, "small networks gain nothing from more"),
+    },
+    ("smoke", "image"): {
+        **_TINY_RUN,
+        "batch_size": (16, _TINY),
+        "hidden": (32, _TINY),
+        "target_period": (20, _TINY),
+        "max_frames": (8_000, "seconds, not minutes"),
+        **_ONE_THREAD,
+    },
+    ("smoke", "vector"): {
+        **_TINY_RUN,
+        "batch_size": (32, _TINY),
+        "max_frames": (4_000, "seconds, not minutes"),
+        **_VECTOR_LEARNING,
+        **_ONE_THREAD,
+    },
+    ("paper", "image"): {},
+    ("paper", "vector"): {},
+}
+"""(preset, kind of observation) -> flat setting -> (value or how to find it, reason)."""
+
+SEEN: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
+    ("laptop", "ALE/Breakout-v5"): ((2, 13), (4, 15), (6, 23), (8, 36)),
+    ("laptop", "ALE/Pong-v5"): ((4, -13), (6, -9), (9, 11), (11, 18), (16, 21)),
+    ("laptop", "CartPole-v1"): ((0.5, 500),),
+}
+"""Evaluations of a run on two cores: (minutes, mean return), from benchmarks/results."""
+_FRAMES_PER_MINUTE = 580_000  # of a game on those two cores, acting and learning
+
+
+def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
+    """What to expect of a run of so many minutes (0: no limit), from measurements."""
+    if preset != "laptop":
+        return "What to expect: this preset was not measured; the run shows its speed."
+    seen = SEEN.get((preset, env_id), ())
+    within = [point for point in seen if not minutes or point[0] <= minutes]
+    if within:
+        reached, value = within[-1]
+        return (
+            f"What to expect: a run on two cores had a mean return of "
+            f"{value:g} after {reached:g} minutes."
+        )
+    if seen:
+        reached, value = seen[0]
+        return (
+            f"What to expect: this run ends early; one on two cores had a mean return of {value:g} "
+            f"after {reached:g} minutes."
+        )
+    if not atari:
+        return "What to expect: this environment was not measured; small tasks take minutes."
+    frames = f"{minutes * _FRAMES_PER_MINUTE / 1e6:.1f} M" if minutes else "35 M an hour"
+    return f"What to expect: about {frames} frames on two cores; this game was not measured."
+
+
+def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict[str, Choice]:
+    """Values by setting name, for `Config.replace`; `auto` becomes a named preset.
+
+    part: of a run on several hosts. What the hosts must agree on does not depend on the machine.
+    """
+    chosen: dict[str, Choice] = {}
+    host = Host(machine, part)
+    if preset == "auto" and part != "all":
+        chosen["preset"] = Choice("workstation", "the same for all hosts of a run")
+    elif preset == "auto":
+        preset = "workstation" if machine.learns_on_gpu or machine.cores > 4 else "laptop"
+        chosen["preset"] = Choice(preset, f"this machine has {machine}")
+    else:
+        chosen["preset"] = Choice(preset, "asked for")
+    table = TABLE[chosen["preset"].value, "image" if task.image else "vector"]
+    for name, (value, reason) in table.items():
+        chosen[name] = Choice(value(host) if callable(value) else value, reason)
+    if task.atari:
+        chosen["reward_clip"] = Choice(True, "Atari's scores differ a thousandfold between games")
+    else:
+        chosen["reward_clip"] = Choice(False, "clipping is customary for Atari")
+    if chosen["preset"].value == "paper":
+        return chosen
+    if part in ("actor", "learner"):
+        chosen.pop("capacity")  # the replay's host has it
+    else:
+        chosen |= _within_memory(task, host, chosen)
+    return chosen
+
+
+def _within_memory(task: Task, host: Host, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
+    """The capacity that was asked for, or what the memory share holds, and what follows from it.
+
+    A transition that is drawn at least twice as often as a batch for each target network lasts
+    two target networks: capacity >= 2 x batch x target period / samples per insert.
+    """
+    wanted, actors = chosen["capacity"], chosen["actors"].value
+    free_bytes = host.machine.memory_bytes
+    share = min(host.replay_share, max(free_bytes // 8, free_bytes - 6 * PROCESS_BYTES))
+    settings = {name: chosen[name].value for name in ("actors", "envs_per_actor") if name in chosen}
+    most = _capacity_in(share, task.schema, Config().replace(**settings, **_LEAST))
+    if wanted.value <= most:
+        return {"capacity": wanted}
+    reason = f"{share / free_bytes:.0%} of {free_bytes / 2**30:.1f} GiB free memory"
+    found = {"capacity": Choice(most, reason)}
+    if actors > _MANY_ACTORS and task.image and most:
+        learner = Config().learner
+        least = 2 * learner.batch_size * learner.target_period / most
+        found["samples_per_insert"] = Choice(
+            max(_REUSE, math.ceil(least)),
+            f"{actors} actors would replace these {most:,} faster than the target network changes",
+        )
+    return found
+
+
+def replay_bytes(schema: Schema, config: Config) -> int:
+    """Shared memory that the run's experience needs: slots, their headers, and the sum tree."""
+    chunk = config.chunk_transitions
+    slot_bytes = ChunkLayout(schema, chunk).body_bytes + 8 * HEADER_WORDS + 10 * chunk
+    return config.slots * slot_bytes
+
+
+def _capacity_in(share_bytes: int, schema: Schema, config: Config) -> int:
+    """The largest round capacity whose replay fits in `share_bytes`; 0 if none does."""
+
+    def fits(capacity: int) -> bool:
+        try:
+            smaller = config.replace(capacity=capacity, **_LEAST)
+        except ConfigError:
+            return False
+        return replay_bytes(schema, smaller) <= share_bytes
+
+    low, high = 0, 1 << 25
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    unit: int = 10 ** max(0, len(str(low)) - 2)
+    return low // unit * unit
+
+
+def check_memory(config: Config, schema: Schema, machine: Machine) -> None:
+    """Raises ConfigError if the replay does not fit, and names the capacity that would.
+
+    Reserved huge pages do not count as free memory; they are checked before the start.
+    """
+    if config.replay.huge_pages:
+        return
+    needed = replay_bytes(schema, config)
+    room = int(_MOST_MEMORY_SHARE * machine.memory_bytes)
+    if needed <= room:
+        return
+    fitting = _capacity_in(room, schema, config)
+    mend = f"--capacity {fitting} fits" if fitting >= 2 else "use fewer --actors"
+    raise ConfigError(
+        f"--capacity {config.replay.capacity:,} needs {needed / 2**30:.2f} GiB of shared memory, "
+        f"and {room / 2**30:.2f} GiB may be taken here ({_MOST_MEMORY_SHARE:.0%} of what is "
+        f"free): {mend}"
+    )
+
+
+def explain(chosen: Mapping[str, Choice]) -> str:
+    """The settings as a table of lines: flag, value, reason."""
+    rows = [(flag_of(name), _show(value), reason) for name, (value, reason) in chosen.items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
+
+
+def _show(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

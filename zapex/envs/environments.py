@@ -1,0 +1,352 @@
+"""What is played: ids, modules and arguments turned into the facts that every role needs.
+
+Only `check` examines an environment before a run; it starts nothing. The processes that play make
+their streams from its EnvironmentSpec with `zapex.envs.streams.make`.
+"""
+
+import difflib
+import importlib
+import os
+import re
+import sys
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zapex.agent.architecture import MIN_IMAGE_SIDE
+from zapex.chunks.columns import Column
+from zapex.chunks.schema import Schema
+from zapex.envs.atari_scores import RANDOM_AND_HUMAN
+from zapex.errors import ConfigError, UnknownEnvironment
+
+MAX_EPISODE_FRAMES = 108_000
+"""30 minutes of an Atari console: the usual limit of a game in the literature."""
+
+_LEGACY_ENTRY = "ale_py.env:AtariEnv"
+_LEGACY_KEYS = {
+    "game",
+    "repeat_action_probability",
+    "full_action_space",
+    "frameskip",
+    "max_num_frames_per_episode",
+}
+_ALE_KWARGS: dict[str, tuple[type, float, float]] = {
+    "repeat_action_probability": (float, 0.0, 1.0),
+    "full_action_space": (bool, 0, 1),
+    "frameskip": (int, 1, 60),
+    "stack_num": (int, 1, 16),
+    "img_height": (int, MIN_IMAGE_SIDE, 210),
+    "img_width": (int, MIN_IMAGE_SIDE, 160),
+    "use_fire_reset": (bool, 0, 1),
+}
+"""Arguments of AtariVectorEnv that a user may set, with ranges; the run sets the others."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """All facts of an environment that roles need without building it; JSON-serialisable.
+
+    observation_shape, observation_dtype: of one observation, the stack included: (4, 84, 84) uint8
+        on ALE; other images (channels, height, width) uint8; everything else float32.
+    stack: frames in an observation, along its first axis; 1 if there is no such axis.
+    frames_per_step: emulator frames a step (4 on ALE, else 1).
+    describe: one line on what is played and how. notes: lines the user should read.
+    references: returns to compare with: `random` and `human`, or `solved`.
+    """
+
+    env_id: str
+    env_kwargs: dict[str, Any]
+    observation_shape: tuple[int, ...]
+    observation_dtype: str
+    stack: int
+    num_actions: int
+    frames_per_step: int
+    atari: bool
+    describe: str
+    notes: tuple[str, ...] = ()
+    references: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # JSON has no tuples; EnvironmentSpec(**json.loads(...)) is the spec that was dumped.
+        object.__setattr__(self, "observation_shape", tuple(self.observation_shape))
+        object.__setattr__(self, "notes", tuple(self.notes))
+
+    def schema(self, n_step: int, gamma: float) -> Schema:
+        """The columns of this environment's transitions."""
+        frame = self.observation_shape[1:] if self.stack > 1 else self.observation_shape
+        columns = {
+            "obs": Column(frame, self.observation_dtype, stack=self.stack),
+            "action": Column((), np.int64),
+        }
+        return Schema(columns, n_step=n_step, gamma=gamma)
+
+
+def check(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> EnvironmentSpec:
+    """The facts of an environment; `make` takes them.
+
+    env_id: a Gymnasium id (all of ale_py's among them), `module:Id`, or `module:callable`: a class
+    of gymnasium.Env, or a function that is declared to return one. Modules are also searched in the
+    working directory.
+
+    Raises:
+        UnknownEnvironment: no environment has this id; the message names the nearest ids.
+        ConfigError: spaces that training does not support, or arguments that do not work.
+    """
+    kwargs = dict(env_kwargs or {})
+    source = find(env_id)
+    game = game_of(source)
+    if game is not None:
+        return _check_ale(env_id, source, game, kwargs)
+    env = make_one(env_id, source, kwargs)
+    try:
+        return _check_spaces(env_id, source, kwargs, env)
+    finally:
+        env.close()
+
+
+def find(env_id: str) -> Any:
+    """The gymnasium EnvSpec, or the callable, that `env_id` names; raises as `check` does."""
+    import ale_py
+    import gymnasium
+
+    # It prints a banner whenever a ROM is loaded.
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    module_name, _, name = env_id.rpartition(":")
+    if module_name:
+        named = getattr(_import(env_id, module_name), name, None)
+        if callable(named):
+            return named
+    if name in gymnasium.registry:
+        return gymnasium.registry[name]
+    nearest = _nearest(name, list(gymnasium.registry))
+    if module_name and not nearest:
+        raise UnknownEnvironment(
+            f"no environment is called {env_id!r}: module {module_name} has no callable {name!r}, "
+            "and registers no such id"
+        )
+    raise UnknownEnvironment(
+        f"no environment is called {env_id!r}"
+        + (f": did you mean {' or '.join(nearest)}?" if nearest else ".")
+        + " Give your own as module:Id or module:callable"
+    )
+
+
+def _import(env_id: str, module_name: str) -> Any:
+    # The path of an installed script lacks the working directory.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{env_id}: importing {module_name} failed: {error}") from error
+        raise UnknownEnvironment(
+            f"no environment is called {env_id!r}: there is no module {error.name!r} in "
+            f"{os.getcwd()} or among the installed packages"
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"{env_id}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _nearest(name: str, ids: list[str]) -> list[str]:
+    """Up to three ids similar to `name`; parts that all ids share do not count."""
+    stems: dict[str, str] = {}
+    for known in sorted(ids, key=lambda known: (known.startswith("ALE/"), _version(known))):
+        stems[_stem(known)] = known  # the last wins: ALE/Pong-v5 over Pong-v4, v1 over v0
+    close = difflib.get_close_matches(_stem(name), list(stems), n=3, cutoff=0.65)
+    return [stems[stem] for stem in close]
+
+
+def _stem(env_id: str) -> str:
+    return re.sub(r"^ale/|(noframeskip|deterministic)?(-ram)?(-v\d+)?$", "", env_id.lower())
+
+
+def _version(env_id: str) -> int:
+    match = re.search(r"-v(\d+)$", env_id)
+    return int(match[1]) if match else 0
+
+
+def game_of(source: Any) -> str | None:
+    """The ROM of an ale_py id; None for all other environments."""
+    if getattr(source, "entry_point", None) != _LEGACY_ENTRY or set(source.kwargs) - _LEGACY_KEYS:
+        return None
+    return str(source.kwargs["game"])
+
+
+def _check_ale(env_id: str, source: Any, game: str, kwargs: dict[str, Any]) -> EnvironmentSpec:
+    for name, value in kwargs.items():
+        if name not in _ALE_KWARGS:
+            raise ConfigError(
+                f"{env_id} takes no argument {name!r} here; it takes {', '.join(_ALE_KWARGS)}"
+            )
+        kind, low, high = _ALE_KWARGS[name]
+        numeric = isinstance(value, (int, float)) and isinstance(value, bool) == (kind is bool)
+        if not numeric or not low <= value <= high or value != kind(value):
+            says = "true or false" if kind is bool else f"{low} to {high}"
+            raise ConfigError(f"{name} must be {says}, got {value!r}")
+    settings = ale_settings(env_id, kwargs)
+    sticky, skip = settings["repeat_action_probability"], settings["frameskip"]
+    stack, size = settings["stack_num"], (settings["img_height"], settings["img_width"])
+    notes = []
+    registered_sticky, registered_skip = (
+        source.kwargs[key] for key in ("repeat_action_probability", "frameskip")
+    )
+    if registered_skip != skip:
+        theirs = "2 to 4" if isinstance(registered_skip, tuple) else registered_skip
+        notes.append(
+            f"{env_id} is played as AtariVectorEnv plays {game}: each action for {skip} frames "
+            f"(the id's own: {theirs}), {size[0]}x{size[1]} grey, {stack} frames stacked"
+        )
+    if registered_sticky != sticky:
+        notes.append(
+            f"actions stick with probability {sticky:g}; gymnasium's {env_id} has "
+            f"{registered_sticky:g} (give repeat_action_probability={registered_sticky:g} for that)"
+        )
+    return EnvironmentSpec(
+        env_id=env_id,
+        env_kwargs=kwargs,
+        observation_shape=(stack, *size),
+        observation_dtype="uint8",
+        stack=stack,
+        num_actions=_count_actions(game, settings["full_action_space"]),
+        frames_per_step=skip,
+        atari=True,
+        describe=(
+            f"{env_id}: ALE's {game}, {skip} frames a step, {size[0]}x{size[1]} grey, {stack} "
+            f"stacked, actions stick with probability {sticky:g}; an episode is a whole game, "
+            "a lost life only ends the return"
+        ),
+        notes=tuple(notes),
+        references=dict(zip(("random", "human"), RANDOM_AND_HUMAN.get(game, ()), strict=False)),
+    )
+
+
+def ale_settings(env_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of AtariVectorEnv that shape what is learned.
+
+    Only v0 ids have sticky actions; v5 ids are played without, as in Ape-X. No FIRE at reset: it
+    would start only the first of Breakout's five balls, and the agent has to learn it for the
+    others anyway.
+    """
+    return {
+        "repeat_action_probability": 0.25 if env_id.endswith("-v0") else 0.0,
+        "full_action_space": False,
+        "frameskip": 4,
+        "stack_num": 4,
+        "img_height": 84,
+        "img_width": 84,
+        "use_fire_reset": False,
+        **kwargs,
+    }
+
+
+def _count_actions(game: str, full: bool) -> int:
+    import ale_py
+    from ale_py import roms
+
+    ale = ale_py.ALEInterface()
+    ale.loadROM(roms.get_rom_path(game))
+    return len(ale.getLegalActionSet() if full else ale.getMinimalActionSet())
+
+
+def make_one(
+    env_id: str,
+    source: Any,
+    kwargs: Mapping[str, Any],
+    max_episode_steps: int = 0,
+    render_mode: str | None = None,
+) -> Any:
+    """One Gymnasium environment, cut at its own limit or `max_episode_steps`, if that is less."""
+    import gymnasium
+
+    if callable(source) and not _makes_environments(source):
+        raise ConfigError(
+            f"{env_id} must be a gymnasium.Env class, or a function whose definition says that it "
+            f"returns one: def {env_id.rpartition(':')[2]}(...) -> gymnasium.Env"
+        )
+    options = dict(kwargs) if render_mode is None else {**kwargs, "render_mode": render_mode}
+    try:
+        if isinstance(source, gymnasium.envs.registration.EnvSpec):
+            limits = [n for n in (source.max_episode_steps, max_episode_steps) if n]
+            return gymnasium.make(source, max_episode_steps=min(limits, default=None), **options)
+        env = source(**options)
+    except Exception as error:
+        raise ConfigError(
+            f"{env_id} cannot be made with {options}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(f"{env_id} must return a gymnasium.Env, got {type(env).__name__}")
+    return gymnasium.wrappers.TimeLimit(env, max_episode_steps) if max_episode_steps else env
+
+
+def _makes_environments(source: Any) -> bool:
+    """Whether an object is declared to make environments; it is not called to find out."""
+    import gymnasium
+
+    kind = source
+    if not isinstance(source, type):
+        try:
+            declared = typing.get_type_hints(source).get("return")
+        except (NameError, TypeError, AttributeError):  # a name that is not there at run time
+            declared = None
+        kind = typing.get_origin(declared) or declared
+    return isinstance(kind, type) and issubclass(kind, gymnasium.Env)
+
+
+def _check_spaces(env_id: str, source: Any, kwargs: dict[str, Any], env: Any) -> EnvironmentSpec:
+    from gymnasium.spaces import Box, Discrete
+
+    actions, observations = env.action_space, env.observation_space
+    supported = (
+        "training supports Discrete actions and Box observations (uint8 images, or vectors of "
+        "numbers)"
+    )
+    if not isinstance(actions, Discrete):
+        raise ConfigError(f"{supported}, but the actions of {env_id} are {actions}")
+    if not isinstance(observations, Box):
+        raise ConfigError(
+            f"{supported}, but the observations of {env_id} are {observations}; a wrapper such as "
+            "gymnasium.wrappers.FlattenObservation in your own module:callable can convert them"
+        )
+    shape, notes = observations.shape, []
+    dtype = "float32"
+    if observations.dtype == np.uint8 and len(shape) in (2, 3):
+        dtype = "uint8"
+        if len(shape) == 2:
+            shape = (1, *shape)
+        elif is_channels_last(shape):
+            shape = (shape[2], *shape[:2])
+            notes.append(f"images of {env_id} are converted from {observations.shape} to {shape}")
+        if min(shape[1:]) < MIN_IMAGE_SIDE:
+            raise ConfigError(
+                f"images must be at least {MIN_IMAGE_SIDE} pixels high and wide, those of "
+                f"{env_id} are {observations.shape}; resize them, or give them as float32"
+            )
+    elif not np.issubdtype(observations.dtype, np.floating):
+        notes.append(f"observations of {env_id}, {observations.dtype}, are learned as float32")
+    limit = getattr(source, "max_episode_steps", None)
+    threshold = getattr(source, "reward_threshold", None)
+    return EnvironmentSpec(
+        env_id=env_id,
+        env_kwargs=kwargs,
+        observation_shape=shape,
+        observation_dtype=dtype,
+        stack=1,
+        num_actions=int(actions.n),
+        frames_per_step=1,
+        atari=False,
+        describe=f"{env_id}: observations {shape} {dtype}, {actions.n} actions"
+        + (f", at most {limit:,} steps an episode" if limit else ""),
+        notes=tuple(notes),
+        references={"solved": float(threshold)} if threshold is not None else {},
+    )
+
+
+def is_channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether images of this shape are (height, width, channels), as in most of Gymnasium."""
+    return len(shape) == 3 and shape[2] in (1, 3, 4) and shape[0] > 4

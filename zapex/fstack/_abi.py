@@ -1,0 +1,81 @@
+"""The C interface of F-Stack 1.25: structs, constants and one table of signatures."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ssize_t, c_uint32, c_void_p
+from typing import Any
+
+# Values of Linux, which F-Stack translates. Flags of recv and send are FreeBSD's: zapex passes 0.
+EVFILT_READ, EVFILT_WRITE = -1, -2
+EV_ADD, EV_DELETE, EV_RECEIPT = 0x1, 0x2, 0x40
+EV_ERROR, EV_EOF = 0x4000, 0x8000
+MOST_IOVECS = 1024
+MOST_BYTES = 1 << 30  # in one call: sizes are added up in a C int
+ADDRESS_BYTES = 128  # at least; accept ignores the length that it is given
+
+
+class Kevent(Structure):
+    """struct kevent of FreeBSD 13."""
+
+    _fields_ = (
+        ("ident", ctypes.c_uint64),
+        ("filter", ctypes.c_int16),
+        ("flags", ctypes.c_uint16),
+        ("fflags", ctypes.c_uint32),
+        ("data", ctypes.c_int64),
+        ("udata", ctypes.c_uint64),
+        ("ext", ctypes.c_uint64 * 4),
+    )
+
+
+class Iovec(Structure):
+    """struct iovec. ff_writev and ff_readv change the caller's array."""
+
+    _fields_ = (("base", c_void_p), ("len", c_size_t))
+
+
+SIZES: dict[type[Structure], int] = {Kevent: 64, Iovec: 16}
+LOOP = ctypes.CFUNCTYPE(c_int, c_void_p)
+
+_BYTES, _LENGTH = c_void_p, POINTER(c_uint32)
+_NAME = (c_int, c_void_p, _LENGTH)
+_DATA = (c_int, c_void_p, c_size_t)
+_VECTOR = (c_int, POINTER(Iovec), c_int)
+_STRINGS = (c_int, POINTER(c_char_p))
+
+# Name -> the result's type, or None, and the arguments' types.
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ff_load_config": (c_int, _STRINGS),
+    "ff_dpdk_init": (c_int, _STRINGS),
+    "ff_freebsd_init": (c_int, ()),
+    "ff_dpdk_if_up": (c_int, ()),
+    "ff_run": (None, (LOOP, c_void_p)),
+    "ff_stop_run": (None, ()),
+    "ff_socket": (c_int, (c_int, c_int, c_int)),
+    "ff_bind": (c_int, (c_int, _BYTES, c_uint32)),
+    "ff_listen": (c_int, (c_int, c_int)),
+    "ff_connect": (c_int, (c_int, _BYTES, c_uint32)),
+    "ff_accept": (c_int, _NAME),
+    "ff_accept4": (c_int, (*_NAME, c_int)),
+    "ff_getsockname": (c_int, _NAME),
+    "ff_getpeername": (c_int, _NAME),
+    "ff_shutdown": (c_int, (c_int, c_int)),
+    "ff_close": (c_int, (c_int,)),
+    "ff_recv": (c_ssize_t, (*_DATA, c_int)),
+    "ff_send": (c_ssize_t, (*_DATA, c_int)),
+    "ff_read": (c_ssize_t, _DATA),
+    "ff_write": (c_ssize_t, _DATA),
+    "ff_readv": (c_ssize_t, _VECTOR),
+    "ff_writev": (c_ssize_t, _VECTOR),
+    "ff_setsockopt": (c_int, (c_int, c_int, c_int, c_void_p, c_uint32)),
+    "ff_getsockopt": (c_int, (c_int, c_int, c_int, c_void_p, _LENGTH)),
+    "ff_fcntl": (c_int, (c_int, c_int, ctypes.c_long)),
+    "ff_ioctl": (c_int, (c_int, ctypes.c_ulong, c_void_p)),
+    "ff_kqueue": (c_int, ()),
+    "ff_kevent": (
+        c_int, (c_int, POINTER(Kevent), c_int, POINTER(Kevent), c_int, c_void_p)
+    ),
+}  # fmt: skip
+WAITING = {"ff_run"}  # these release the interpreter's lock
+STARTING = {"ff_load_config", "ff_dpdk_init", "ff_freebsd_init", "ff_dpdk_if_up"}
+ARGUMENTS = ("dpdk_argc", "dpdk_argv")  # variables: what ff_load_config made for ff_dpdk_init
+MOST_ARGUMENTS = 16  # of dpdk_argv

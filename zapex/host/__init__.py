@@ -1,0 +1,4 @@
+"""What the processes of one host share: its memory plan, counters and actor numbers.
+
+Imports: chunks, errors, machine, replay, shm_ring.
+"""

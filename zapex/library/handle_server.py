@@ -1,0 +1,379 @@
+"""The owner's end of `replay.handle`: takes rows in, answers, frees slots of dead clients.
+
+One daemon thread reads the links' rings, and sleeps on an eventfd and their sockets. It reads
+requests before commits and answers them after the commits. So a client sees the rows that it
+committed before, and those of other processes that it knows of. A small number of commits does not
+wake the thread. Every call whose result depends on them, also the owner's, takes them in first.
+
+The client that asked for a slot fills it in place; its rows can be drawn as soon as their commits
+are taken in. When a client dies, its committed rows stay. Its slot then counts as full, or is free
+again if it has no row.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from zapex.chunks.layout import COUNT
+from zapex.errors import NotEnoughData, PeerError, ReplayError, ZapexError, tell
+from zapex.library.handle import ANSWER, BELL_BYTES, DESCRIPTORS, MOST_ROWS, Handle
+from zapex.library.handle_link import OwnerLink
+from zapex.machine.jit import kernel
+from zapex.machine.segment import Populator, Segment, peer_of, send_offer
+from zapex.machine.waiting import MAX_SLEEP_S, Waiter
+from zapex.replay.sampling import METHODS
+from zapex.wire.calls import Request
+
+if TYPE_CHECKING:
+    from zapex.library.owner import OwnedReplay
+
+_CLOSE_S = 10.0
+_DEFERRED_S = 1e-3  # between two checks of a request that waits for the limiter
+_NO_CLIENT = -1
+
+
+@kernel
+def announce_kernel(records: Any, link: int, chunk: int, holders: Any, announced: Any) -> int:
+    """Count rows and full slots that a client reports. Returns how many records are valid.
+
+    records (R,): COMMIT["index"]. A slot must belong to the link, and its rows must be in order.
+    Counting stops at an invalid record.
+    """
+    for r in range(len(records)):
+        index = records[r]
+        slot = -1 - index if index < 0 else index // chunk
+        if slot >= len(holders) or holders[slot] != link:
+            return r
+        if index < 0:
+            holders[slot] = _NO_CLIENT
+            announced[slot] = -1
+        elif announced[slot] != index - slot * chunk:
+            return r
+        else:
+            announced[slot] += 1
+    return len(records)
+
+
+class ForkedLock:
+    """The lock of a replay in a fork of its owner: it can never be taken."""
+
+    def __enter__(self) -> NoReturn:
+        raise ReplayError(
+            "this process is a fork of the one that owns the replay: use "
+            "zapex.connect(replay.handle) here, and start processes with spawn or forkserver"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered."""
+
+
+class HandleServer:
+    """Serves one replay to other processes until `close()`."""
+
+    def __init__(self, replay: "OwnedReplay", segment: Segment) -> None:
+        """segment: the replay's memory. Raises SharedMemoryError, OSError."""
+        self._replay, self._segment = replay, segment
+        layout = replay.layout
+        # An abstract socket: a killed owner leaves no file.
+        address = f"zapex-{os.getpid()}-{secrets.token_hex(16)}"
+        self.handle = Handle(
+            address, json.dumps(layout.schema.describe()), layout.capacity, layout.streams,
+            layout.chunk, replay.shard, bool(replay.samples_per_insert), replay.timeout_s,
+        )  # fmt: skip
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind("\0" + address)
+        self._listener.listen(64)
+        self._bell = Segment.create("zapex bell", BELL_BYTES)
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiter = Waiter(self._bell.buffer.view(np.int64), 0, self._eventfd)
+        self._waiter.watch(self._listener.fileno())
+        self._links: dict[int, OwnerLink] = {}
+        self._numbers = 0
+        self._holders = np.full(replay.store.slots, _NO_CLIENT, np.int64)
+        self._stopping = False
+        self._handlers: dict[int, Callable[[OwnerLink, int, int], tuple[int, int] | None]] = {
+            Request.SAMPLE: self._sample, Request.UPDATE: self._update,
+            Request.STATS: self._stats, Request.CAN_SAMPLE: self._can_sample,
+            Request.RESERVE: self._reserve, Request.RELEASE: self._release,
+            Request.ADMIT: self._admit, Request.SLOT: self._open_slot,
+            Request.GIVE_BACK: self._take_slot_back,
+        }  # fmt: skip
+        replay.released, replay.catch_up = self._released, self.take_in
+        self._populator = Populator(segment)
+        self._thread = threading.Thread(target=self._run, name="zapex handle", daemon=True)
+        _SERVERS.add(self)
+        self._populator.start()
+        self._thread.start()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it still runs: not closed, not failed."""
+        return self._thread.is_alive()
+
+    @property
+    def links(self) -> int:
+        """The number of links; a client has one for each of its writers and up to two more."""
+        return len(self._links)
+
+    def close(self) -> None:
+        """Stop serving: every client's next call raises PeerDied.
+
+        Slots that clients fill now do not change state: a client may still write into them.
+        Raises ReplayError if another thread has held the replay for ten seconds.
+        """
+        self._stopping = True
+        with contextlib.suppress(OSError):  # it failed and is closed
+            os.eventfd_write(self._eventfd, 1)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise ReplayError(f"a thread of this process has held the replay for {_CLOSE_S:g} s")
+        self._populator.stop()
+
+    # The duty cycle.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                deferred = any(link.asked_s for link in self._links.values())
+                woken = self._waiter.sleep(self._is_ready, _DEFERRED_S if deferred else MAX_SLEEP_S)
+                if woken:
+                    self._come_and_go(woken)
+                self._do_work()
+        finally:  # also after a failure, which threading reports
+            self._hang_up()
+
+    def _is_ready(self) -> bool:
+        return any(
+            (not link.asked_s and link.has_request()) or link.has_many_commits() or link.is_broken
+            for link in self._links.values()
+        )
+
+    def _do_work(self) -> None:
+        asking = [link for link in self._links.values() if link.has_request()]
+        with self._replay.lock:
+            self.take_in()
+            for link in asking:
+                if not link.is_broken:
+                    self._serve(link)
+            for link in [link for link in self._links.values() if link.is_broken]:
+                self._forget(link)
+
+    def take_in(self) -> None:
+        """Take in all commits of clients; for any thread that holds the replay's lock."""
+        for link in self._links.values():
+            self._take_commits(link)
+
+    def _released(self) -> int:
+        """How many answers no client reads from any more, for the quarantine."""
+        held = [link.answer for link in self._links.values() if link.holds_answer()]
+        return min(held) - 1 if held else self._replay.issued
+
+    # Connections.
+
+    def _come_and_go(self, woken: list[int]) -> None:
+        if self._listener.fileno() in woken:
+            self._accept()
+        gone = [
+            link for link in self._links.values() if not set(woken).isdisjoint(link.descriptors)
+        ]
+        # A client is certainly gone: the kernel closed its socket, or its pidfd fired.
+        for link in gone:
+            with self._replay.lock:
+                self._take_commits(link)
+                self._forget(link)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: the other links continue; try again later
+            time.sleep(_DEFERRED_S)
+            return
+        connection.setblocking(False)
+        pid, uid = peer_of(connection)
+        if uid != os.getuid():
+            connection.close()
+            return
+        self._numbers += 1
+        try:
+            link = OwnerLink(self._numbers, connection, pid)
+        except OSError:  # closing the connection tells the client
+            connection.close()
+            return
+        sent = self._segment.fd, link.segment.fd, link.eventfd, self._bell.fd, self._eventfd
+        descriptors = dict(zip(DESCRIPTORS, sent, strict=True))
+        if not send_offer(connection, ({"schema": self._replay.layout.schema.hash}, descriptors)):
+            link.close()
+            return
+        with self._replay.lock:
+            self._links[link.number] = link
+        for fd in link.descriptors:
+            self._waiter.watch(fd)
+
+    def _forget(self, link: OwnerLink) -> None:
+        replay, ledger = self._replay, self._replay.ledger
+        del self._links[link.number]
+        for fd in link.descriptors:
+            self._waiter.forget(fd)
+        link.close()
+        slots = np.flatnonzero(self._holders == link.number)
+        begun = slots[ledger.announced[slots] > 0]
+        # Rows in the header's count that were not committed may be half written.
+        replay.store.header_rows[begun, COUNT] = ledger.announced[begun]
+        empty = slots[ledger.announced[slots] == 0]
+        self._holders[slots] = ledger.announced[slots] = -1
+        replay.grown(np.empty(0, np.int64), np.empty(0), begun)
+        replay.give_back(empty)
+        replay.release_streams(link.streams)
+
+    def _hang_up(self) -> None:
+        self._listener.close()
+        with self._replay.lock:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+        self._bell.close()
+        os.close(self._eventfd)
+
+    # What clients send.
+
+    def _take_commits(self, link: OwnerLink) -> None:
+        ring = link.memory.commits
+        if link.is_broken or ring.tail == ring.head:
+            return
+        records = link.commits.take(ring.capacity)
+        replay, ledger = self._replay, self._replay.ledger
+        indices = np.ascontiguousarray(records["index"])
+        right = announce_kernel(
+            indices, link.number, replay.layout.chunk, self._holders, ledger.announced
+        )
+        indices, told = indices[:right], records["magnitude"][:right]
+        rows = indices >= 0
+        full = -1 - indices[~rows]
+        link.slots -= len(full)
+        replay.grown(indices[rows], told[rows], full)
+        link.is_broken = right < len(records)  # a correct client never is
+
+    def _serve(self, link: OwnerLink) -> None:
+        """Answer a link's request, unless it must wait for the limiter."""
+        sequence, _ = link.requests.poll(1)
+        ring = link.memory.requests
+        request = ring.record(sequence)
+        kind = int(request["kind"])
+        answer = np.zeros(1, ANSWER)
+        try:
+            if kind not in self._handlers:
+                raise PeerError(f"there is no request of kind {kind}")
+            if kind != Request.SAMPLE:
+                link.answer = 0
+            counts = self._handlers[kind](link, int(request["rows"]), int(request["option"]))
+            if counts is None:
+                return
+            answer["a"], answer["b"] = counts
+        except ZapexError as error:
+            answer["error"] = tell(error)
+            link.memory.text = str(error)
+        link.asked_s = 0.0
+        link.requests.release(1)
+        link.answers.try_offer(answer)
+        link.client.wake()
+
+    # Each handles one request. Returns the answer's a and b; None: not yet. Raises ZapexError.
+
+    def _sample(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int] | None:
+        replay = self._replay
+        if self._must_wait(link, replay.sample_waits(rows), NotEnoughData):
+            return None
+        self._check_rows(rows)
+        draw = replay.issue(rows, METHODS[option // 2 % len(METHODS)], bool(option % 2))
+        draw.write(link.memory.draw(rows))
+        link.answer = replay.issued
+        return 0, 0
+
+    def _update(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        self._check_rows(rows)
+        told = link.memory.update(rows)
+        return self._replay.reprioritise(
+            told["keys"][:rows].copy(), told["priorities"][:rows].copy()
+        )
+
+    def _stats(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        link.memory.text = json.dumps(self._replay.stats())
+        return len(self._replay), 0
+
+    def _can_sample(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        return self._replay.can_sample(rows), 0
+
+    def _reserve(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        self._replay.reserve_streams(rows)
+        link.streams += rows
+        return 0, 0
+
+    def _release(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        rows = min(rows, link.streams)
+        self._replay.release_streams(rows)
+        link.streams -= rows
+        return 0, 0
+
+    def _admit(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int] | None:
+        waits = self._must_wait(link, self._replay.insert_waits(rows), ReplayError)
+        return None if waits else (0, 0)
+
+    def _open_slot(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        if link.slots >= link.streams:
+            raise ReplayError(f"{link.streams} streams may hold one slot each, and all of them do")
+        slot = self._replay.open_slot()
+        link.slots += 1
+        self._holders[slot], self._replay.ledger.announced[slot] = link.number, 0
+        return slot, 0
+
+    def _take_slot_back(self, link: OwnerLink, slot: int, option: int) -> tuple[int, int]:
+        announced = self._replay.ledger.announced
+        if slot in np.flatnonzero(self._holders == link.number) and announced[slot] == 0:
+            self._holders[slot] = announced[slot] = -1
+            link.slots -= 1
+            self._replay.give_back(np.array([slot]))
+        return 0, 0
+
+    @staticmethod
+    def _check_rows(rows: int) -> None:
+        if not 0 <= rows <= MOST_ROWS:
+            raise PeerError(f"a request is of at most {MOST_ROWS} rows, got {rows}")
+
+    def _must_wait(self, link: OwnerLink, why: str, error: type[ReplayError]) -> bool:
+        """Whether the request must wait for the limiter, `why` ("": no); raises at the deadline."""
+        if not why:
+            return False
+        now_s = time.monotonic()
+        link.asked_s = link.asked_s or now_s
+        if now_s - link.asked_s >= self._replay.timeout_s:
+            raise error(f"after {self._replay.timeout_s:g} s: {why}")
+        return True
+
+
+_SERVERS: "weakref.WeakSet[HandleServer]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A fork shares the memory with the owner, so it must not write to it."""
+    for server in list(_SERVERS):
+        server._replay.lock = ForkedLock()  # type: ignore[assignment]
+        with contextlib.suppress(OSError):
+            server._listener.close()
+        for link in server._links.values():
+            # Close without a message: the other ends belong to the owner.
+            with contextlib.suppress(OSError):
+                link.connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

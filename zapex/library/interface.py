@@ -1,0 +1,400 @@
+"""The calls that a replay offers its users, and argument checks.
+
+The memory is in one of three places:
+
+PrioritizedReplay   this process
+HandleClient        another process of this host
+UrlClient           another host
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zapex.chunks.arguments import (
+    BOOL,
+    FLOAT32,
+    FLOAT64,
+    INT64,
+    as_array,
+    column,
+    demand_finite,
+    magnitudes,
+    observations,
+    stage,
+    whole,
+)
+from zapex.chunks.batch import Batch
+from zapex.chunks.builder import flat_observations
+from zapex.chunks.layout import BatchLayout
+from zapex.chunks.packer import TransitionPacker
+from zapex.chunks.schema import Schema
+from zapex.errors import ConfigError, SchemaError
+from zapex.library.writer import Autoreset, Writer
+from zapex.replay.sampling import METHODS
+from zapex.sumtree_numba import Method
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from gymnasium.vector import AutoresetMode
+
+    from zapex.chunks.store import ChunkStore
+    from zapex.replay.core import ReplayLayout
+
+Normalise = Literal["batch", "memory"]
+_NORMALISE, _AUTORESETS = get_args(Normalise), get_args(Autoreset)
+_NO_SLOTS = np.empty(0, np.int64)
+
+
+class SlotProvider(Protocol):
+    """Gives slots to a writer and takes them back. `lock` is held during all other calls."""
+
+    layout: ReplayLayout
+    store: ChunkStore
+    shard: int
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held during the other calls."""
+
+    def reserve_streams(self, streams: int) -> None:
+        """Announce `streams` more streams, each with a slot. Raises ConfigError."""
+
+    def release_streams(self, streams: int) -> None:
+        """Announce streams that open no more chunks."""
+
+    def admit(self, rows: int) -> None:
+        """Wait until the limiter admits `rows` transitions. Raises ReplayError at the deadline."""
+
+    def open_slot(self) -> int:
+        """Get a slot to fill."""
+
+    def grown(
+        self,
+        indices: NDArray[np.int64],
+        magnitudes: NDArray[np.float64],
+        closed: NDArray[np.int64],
+    ) -> None:
+        """Announce whole rows (R,) of open slots, |priorities| (-1: none), and `closed` slots."""
+
+    def give_back(self, slots: NDArray[np.int64]) -> None:
+        """Return open slots without a row."""
+
+    def settle(self) -> None:
+        """Wait until all clients can draw what was closed. Raises PeerTimeout."""
+
+
+class Rows(NamedTuple):
+    """Whole transitions, checked: B rows by the schema's column names.
+
+    staged (B,): records of the step columns. magnitudes (B,) float64: |priority|, -1 if none is
+    given. The other fields are as in `extend`.
+    """
+
+    obs: dict[str, NDArray[Any]]
+    next_obs: dict[str, NDArray[Any]]
+    staged: NDArray[Any]
+    reward: NDArray[np.float32]
+    discount: NDArray[np.float32] | None
+    terminated: NDArray[np.bool_] | None
+    magnitudes: NDArray[np.float64]
+
+
+class ReplayInterface:
+    """Arguments and checks of every call. Hooks do what depends on the place of the memory."""
+
+    _most_rows = sys.maxsize  # of a batch
+    _where = ""  # the origin of a batch, for the error about a too large one
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._told = False  # that `extend` keeps too few
+        self._batch_layouts: dict[tuple[int, bool], BatchLayout] = {}
+
+    def __repr__(self) -> str:
+        schema = self.schema
+        columns = ", ".join(f"{n} {c.dtype} {c.value_shape}" for n, c in schema.columns.items())
+        facts = f"{columns}; n_step={schema.n_step}, gamma={schema.gamma:g}"
+        return f"<{type(self).__name__} of {facts}>"
+
+    # In: streams of steps, or whole transitions.
+
+    def writer(self, num_envs: int, autoreset: Autoreset | AutoresetMode = "next_step") -> Writer:
+        """Make a writer for vector environments. See Writer for the loop that calls it.
+
+        Args:
+            num_envs: how many environments step together.
+            autoreset: what they do when an episode ends: "next_step", "same_step" or "disabled", or
+                `envs.metadata["autoreset_mode"]`.
+
+        Raises:
+            ConfigError: num_envs is below 1, or the open chunks of all streams would take more than
+                half of the capacity.
+        """
+        num_envs = whole(num_envs, "num_envs")
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1, got {num_envs}")
+        mode: Any = getattr(autoreset, "name", str(autoreset)).lower()
+        if mode not in _AUTORESETS:
+            raise ConfigError(f"autoreset must be one of {_AUTORESETS}, got {autoreset!r}")
+        return self._writer(num_envs, mode)
+
+    def extend(
+        self,
+        *,
+        obs: Any,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: Any,
+        terminated: ArrayLike | None = None,
+        truncated: ArrayLike | None = None,
+        discount: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
+        **extras: ArrayLike,
+    ) -> NDArray[np.int64]:
+        """Store B whole transitions without changes. On an error nothing is stored.
+
+        Frames that rows of one chunk share are stored once, so give rows in the order of the
+        episode.
+
+        Args:
+            obs: (B, *shape) observations s; a dict of arrays for Dict observations.
+            action: (B, ...), of the schema's dtype.
+            reward: (B,) n-step returns; n is the schema's `n_step`.
+            next_obs: (B, *shape) observations s', n steps later.
+            terminated: (B,) bool, rows that do not bootstrap. Required if there is no `discount`.
+            truncated: (B,) bool, accepted and checked; these rows bootstrap from next_obs like
+                others.
+            discount: (B,) factors of the bootstrap; None is gamma ** n_step.
+            priorities: (B,) TD errors; the sign is ignored. None is the largest priority so far.
+            **extras: (B, ...), the schema's extra columns by name.
+
+        Returns:
+            (B,) int64 keys for `update_priorities`.
+
+        Raises:
+            SchemaError: a column is missing, unknown, or has a wrong shape or dtype.
+            InvalidPriority: a priority is NaN or infinite.
+            ConfigError: a reward or a discount is NaN or infinite.
+            ReplayError: the limiter did not admit the rows within timeout_s.
+        """
+        schema = self.schema
+        returns = as_array(reward, "reward")
+        rows = returns.size
+        returns = column(returns, FLOAT32, (rows,), "reward")
+        if terminated is None and discount is None:
+            raise SchemaError("extend needs terminated or discount: which rows do not bootstrap?")
+        follows = None if discount is None else column(discount, FLOAT32, (rows,), "discount")
+        demand_finite(reward=returns, discount=follows)
+        ends = None if terminated is None else column(terminated, BOOL, (rows,), "terminated")
+        if truncated is not None:
+            column(truncated, BOOL, (rows,), "truncated")
+        given = np.full(rows, -1.0) if priorities is None else magnitudes(priorities, rows)
+        staged = np.empty(rows, schema.step_dtype)
+        stage(schema, action, extras, staged)
+        before = observations(schema, obs, rows, "obs")
+        after = observations(schema, next_obs, rows, "next_obs")
+        keys = self._take(Rows(before, after, staged, returns, follows, ends, given))
+        if rows and not self._told and not self._holds(int(keys[0])):
+            self._tell_of_rows_gone(rows)
+        return keys
+
+    def _tell_of_rows_gone(self, rows: int) -> None:
+        """Warn once that an `extend` of so many rows has evicted some of them."""
+        self._told = True
+        stats = self.stats()
+        fit, chunks = int(stats["effective_capacity"]), stats["slots_live"] + 1
+        more = math.ceil((rows - fit) * stats["chunk"] * chunks / stats["size"])
+        warnings.warn(
+            f"extend got {rows} transitions and keeps the newest: only {fit} like these fit (those "
+            "that share no frames take more room); to keep all, give the replay a capacity of "
+            f"{int(stats['capacity']) + more}",
+            stacklevel=3,
+        )
+
+    # Out: batches; and priorities back.
+
+    def sample(
+        self,
+        batch_size: int,
+        beta: float = 0.4,
+        out: Batch | None = None,
+        *,
+        method: Method = "stratified",
+        normalise: Normalise = "batch",
+    ) -> Batch:
+        """Draw transitions by priority.
+
+        Weights are (N q)^-beta, divided by the largest weight of the batch or of the memory (Schaul
+        et al. 2016, sec. 3.4). q is the probability that was really used for the draw.
+
+        Args:
+            batch_size: rows, B.
+            beta: how much of the bias the weights correct; 0 gives weights of 1.
+            out: a batch of `empty_batch(batch_size)` to fill; None allocates a new one.
+            method: "stratified", "independent" or "without_replacement"; see SumTree.sample.
+            normalise: "batch" or "memory": the largest weight there becomes 1.
+
+        Returns:
+            `out`, or a new Batch.
+
+        Raises:
+            NotEnoughData: there are fewer than `min_size_to_sample` or `batch_size` transitions, or
+                the limiter did not allow it within timeout_s.
+            ConfigError: an unknown method, or `out` has another size.
+            SchemaError: `out` is of another schema.
+        """
+        if method not in METHODS or normalise not in _NORMALISE:
+            raise ConfigError(
+                f"method must be one of {METHODS} and normalise one of {_NORMALISE}, "
+                f"got {method!r} and {normalise!r}"
+            )
+        if not 0.0 <= beta < math.inf:
+            raise ConfigError(f"beta must be a finite number, 0 or more, got {beta}")
+        if batch_size > self._most_rows:
+            raise ConfigError(
+                f"a batch {self._where} has at most {self._most_rows} rows, "
+                f"got {batch_size}: draw several"
+            )
+        if out is None:
+            out = self.empty_batch(batch_size)
+        elif out.layout.batch_size != batch_size:
+            raise ConfigError(f"out has {out.layout.batch_size} rows, not {batch_size}")
+        elif out.layout.schema is not self.schema and out.layout.schema != self.schema:
+            raise SchemaError("out is of another schema: make it with empty_batch of this replay")
+        self._draw(out, beta, method, normalise == "memory")
+        return out
+
+    def can_sample(self, batch_size: int) -> bool:
+        """Whether `sample(batch_size)` would return at once."""
+        raise NotImplementedError
+
+    def update_priorities(self, keys: ArrayLike, priorities: ArrayLike) -> tuple[int, int]:
+        """Set new priorities. On an error nothing has changed.
+
+        Args:
+            keys: (B,) int64 keys of a batch; -1 is skipped. Of equal keys the last one counts.
+            priorities: (B,) TD errors; the sign is ignored, eps and alpha are applied here.
+
+        Returns:
+            How many were applied, and how many were stale because their transition was evicted.
+
+        Raises:
+            InvalidPriority: a priority is NaN or infinite.
+            SchemaError: a wrong shape or dtype.
+        """
+        keys = as_array(keys, "keys")
+        keys = column(keys, INT64, (keys.size,), "keys")
+        return self._update(keys, column(priorities, FLOAT64, keys.shape, "priorities"))
+
+    def stats(self) -> dict[str, float]:
+        """Counters by name.
+
+        Returns:
+            size: transitions that can be drawn; capacity: as given; chunk: transitions in a full
+                chunk; effective_capacity: how many fit if new transitions share frames as the
+                present ones do; inserted, sampled: transitions so far; updates_applied,
+                updates_stale: priorities so far;
+                total_priority: the sum of all leaves; bytes: of the memory; slots_free,
+                slots_live, ...: slots by state.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def empty_batch(
+        self, batch_size: int, layout: str = "channels_first", pin_memory: bool = False
+    ) -> Batch:
+        """Allocate memory for `sample(out=...)`, to reuse for every batch.
+
+        Args:
+            batch_size: rows, B.
+            layout: "channels_first" or "channels_last". The latter stores stacked frames with the
+                stack innermost, which is fastest for convolutions on a CPU. Shapes are the same.
+            pin_memory: page-lock it, for copies to a GPU.
+
+        Returns:
+            A Batch whose arrays are zero.
+
+        Raises:
+            ConfigError: an unknown layout, or pin_memory without a GPU.
+        """
+        if layout not in ("channels_first", "channels_last"):
+            raise ConfigError(f'layout must be "channels_first" or "channels_last", got "{layout}"')
+        wanted = whole(batch_size, "batch_size"), layout == "channels_last"
+        if wanted not in self._batch_layouts:
+            self._batch_layouts[wanted] = BatchLayout(self.schema, *wanted)
+        return Batch.empty(self._batch_layouts[wanted], pin_memory)
+
+    # Hooks that depend on the place of the memory.
+
+    def _writer(self, num_envs: int, autoreset: Autoreset) -> Writer:
+        raise NotImplementedError
+
+    def _take(self, rows: Rows) -> NDArray[np.int64]:
+        """Store the rows. Returns their keys (B,)."""
+        raise NotImplementedError
+
+    def _holds(self, key: int) -> bool:
+        """Whether the transition of a new key is still in the memory."""
+        raise NotImplementedError
+
+    def _draw(self, batch: Batch, beta: float, method: Method, by_memory: bool) -> None:
+        """Fill `batch`. by_memory: divide its weights by the memory's largest weight."""
+        raise NotImplementedError
+
+    def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:
+        """As `update_priorities`, with checked arrays."""
+        raise NotImplementedError
+
+
+class Extender:
+    """Writes whole transitions into the slots of a provider, one open slot after another."""
+
+    def __init__(self, provider: SlotProvider) -> None:
+        self._provider = provider
+        self._packer: TransitionPacker | None = None
+
+    def extend(self, rows: Rows) -> NDArray[np.int64]:
+        """Store rows, with the provider's lock held. Returns their keys (B,)."""
+        provider = self._provider
+        if self._packer is None:
+            packer = TransitionPacker(provider.store)
+            provider.reserve_streams(1)
+            self._packer = packer
+        packer = self._packer
+        count = len(rows.reward)
+        if not count:
+            return _NO_SLOTS
+        provider.admit(count)
+        schema = provider.layout.schema
+        columns = flat_observations(schema, rows.obs), flat_observations(schema, rows.next_obs)
+        records = rows.staged.view(np.uint8)
+        indices, keys = np.empty(count, np.int64), np.empty(count, np.int64)
+        done = 0
+        while True:
+            first = done
+            done = packer.pack(
+                first, *columns, records, rows.reward, rows.discount, rows.terminated,
+                rows.magnitudes, provider.shard, indices, keys,
+            )  # fmt: skip
+            # Announce before the next slot is opened: that may evict these rows.
+            provider.grown(indices[first:done], rows.magnitudes[first:done], _NO_SLOTS)
+            if done == count:
+                return keys
+            self.close()
+            packer.open(provider.open_slot())
+
+    def close(self) -> None:
+        """Close the open chunk."""
+        if self._packer is not None and self._packer.slot is not None:
+            self._provider.grown(_NO_SLOTS, np.empty(0), np.array([self._packer.slot]))
+            self._packer.close()

@@ -1,0 +1,213 @@
+"""A replay served by `zapex replay --schema`, on any host, with the names of PrioritizedReplay.
+
+Chunks are sent when they are closed, as a relay's are: they are kept until acknowledged and sent
+again when the replay is back, and the replay never takes a chunk twice. Everything else is a call
+and its answer; a call without an answer is sent again. So when the replay's process dies and is
+started again, the client only waits.
+"""
+
+import itertools
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.batch import Batch
+from zapex.chunks.keys import NO_KEY
+from zapex.chunks.layout import BatchLayout
+from zapex.chunks.schema import Schema
+from zapex.errors import ConfigError, PeerError, told
+from zapex.library.client import Answer, ReplayClient
+from zapex.library.interface import Extender, Rows
+from zapex.library.url_link import UrlLink, UrlSlots, form_of
+from zapex.net.keys import Security
+from zapex.replay.core import ReplayLayout
+from zapex.replay.sampling import METHODS
+from zapex.sumtree_numba import Method
+from zapex.wire.batches import BatchUnpacker
+from zapex.wire.calls import Call, Reply, Request
+from zapex.wire.control import SMALL, Welcome
+from zapex.wire.experience import BatchMessage
+from zapex.wire.header import Kind
+
+_AGAIN_S = 2.0  # without an answer for this long, the call is sent again
+
+
+class UrlClient(ReplayClient):
+    """A replay's client, made by `zapex.connect(url, schema=...)`. Public methods are thread-safe.
+
+    Transitions of a writer can be drawn when their chunk is closed: it is full, or `flush` was
+    called. `extend` closes its chunks, so give it many rows at once. Weights and priorities are the
+    same as in the replay itself; priorities of new transitions are float32.
+
+    With `prefetch`, `sample` also requests the next batches now. They are drawn by the priorities
+    of now.
+    """
+
+    _where = "over a network"
+
+    def __init__(
+        self,
+        url: str,
+        schema: Schema,
+        *,
+        timeout_s: float = 10.0,
+        prefetch: int = 0,
+        security: Security | None = None,
+    ) -> None:
+        """Raises PeerTimeout, Refused (another schema, no library), ConfigError."""
+        super().__init__(schema, timeout_s)
+        if not 0 <= prefetch <= 16:
+            raise ConfigError(f"prefetch must be 0 to 16 batches, got {prefetch}")
+        self.url, self.prefetch = url, prefetch
+        self._security = security or Security()
+        asking = UrlLink(url, schema, None, self._security, timeout_s)
+        chunk = asking.welcome.chunk  # only the replay knows it
+        asking.close()
+        self._layout = ReplayLayout(schema, max(1, chunk), 1, chunk)
+        self._form = form_of(self._layout)
+        self._most_rows = self._form.batch_size
+        self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
+        self._link = self._open()
+        self._lock = self._link.lock
+        self._sequence = itertools.count()
+        self._waiting: dict[int, Call] = {}
+        self._answers: dict[int, Reply | BatchMessage] = {}
+        self._ahead: deque[Call] = deque()
+        self._extending: tuple[UrlSlots, Extender] | None = None
+        self._extending_lock = threading.Lock()
+        link = self._link.link
+        link.handlers[Kind.REPLY] = link.handlers[Kind.BATCH] = self._take_answer
+        link.on_welcome.append(self._call_again)
+
+    def _open(self, actors: int = 0) -> UrlLink:
+        link = UrlLink(
+            self.url, self.schema, self._form, self._security, self.timeout_s, actors=actors
+        )
+        link.look_while_idle()
+        return link
+
+    # Calls.
+
+    def _call(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Any:
+        """Return the answer. Raises the replay's error, PeerTimeout, Refused."""
+        with self._link.lock:
+            return self._await(self._send(what, rows, option, **more))
+
+    def _send(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Call:
+        self._link.check()
+        call = Call(next(self._sequence), what, rows, option, **more)
+        self._waiting[call.sequence] = call
+        self._link.link.send(SMALL, call)
+        return call
+
+    def _await(self, call: Call) -> Reply | BatchMessage:
+        asked_s = time.monotonic()
+
+        def answered() -> bool:
+            nonlocal asked_s
+            if call.sequence not in self._answers and time.monotonic() - asked_s > _AGAIN_S:
+                asked_s = time.monotonic()
+                self._link.link.send(SMALL, call)
+            return call.sequence in self._answers
+
+        try:
+            self._link.wait(answered, "an answer")
+            answer = self._answers.pop(call.sequence)
+        finally:
+            self._waiting.pop(call.sequence, None)
+        if isinstance(answer, Reply) and answer.error:
+            raise told(answer.error, answer.text)
+        if isinstance(answer, BatchMessage) != (call.what == Request.SAMPLE):
+            raise PeerError(
+                f"{self.url} answers {Request(call.what).name} with a {answer.kind.name}: it is "
+                "not a replay of this version"
+            )
+        return answer
+
+    def _take_answer(self, answer: Reply | BatchMessage) -> None:
+        if answer.sequence in self._waiting:  # else it is a repeat
+            self._answers[answer.sequence] = answer
+
+    def _call_again(self, welcome: Welcome, channel: int) -> None:
+        if welcome.fresh:
+            for sequence, call in self._waiting.items():
+                if sequence not in self._answers:
+                    self._link.link.send(SMALL, call)
+
+    # The names of PrioritizedReplay.
+
+    def _writer_link(self, num_envs: int) -> UrlSlots:
+        return UrlSlots(self._open(actors=1), self._layout, num_envs)
+
+    def _take(self, rows: Rows) -> NDArray[np.int64]:
+        with self._extending_lock:
+            if self._extending is None:
+                slots = self._writer_link(1)
+                self._extending = slots, Extender(slots)
+            slots, extender = self._extending
+            with slots.lock:
+                slots.sent.clear()
+                extender.extend(rows)
+                extender.close()
+                slots.settle()
+                sent = list(slots.sent)
+            return self._keys_of(slots.number, sent, len(rows.magnitudes))
+
+    def _keys_of(self, actor: int, sent: list[int], rows: int) -> NDArray[np.int64]:
+        """Keys of the rows in these chunks, in order; -1 for a row whose chunk is evicted."""
+        found = []
+        for sequence in sent:
+            reply: Reply = self._call(Request.KEYS, actor, sequence, incarnation=1)
+            found.append(np.frombuffer(reply.body, "<i8"))
+        keys = np.concatenate([np.empty(0, np.int64), *found])
+        # The first chunks are evicted first.
+        return np.concatenate([np.full(rows - len(keys), NO_KEY, np.int64), keys])
+
+    def _holds(self, key: int) -> bool:
+        return key != NO_KEY
+
+    def _draw(self, batch: Batch, beta: float, method: Method, by_memory: bool) -> None:
+        batch_size, option = batch.layout.batch_size, METHODS.index(method)
+        with self._link.lock:
+            while self._ahead and (self._ahead[0].rows, self._ahead[0].option) != (
+                batch_size, option,
+            ):  # fmt: skip
+                self._forget(self._ahead.popleft())
+            if not self._ahead:
+                self._ahead.append(self._send(Request.SAMPLE, batch_size, option))
+            call = self._ahead.popleft()
+            while len(self._ahead) < self.prefetch:
+                self._ahead.append(self._send(Request.SAMPLE, batch_size, option))
+            try:
+                message: Any = self._await(call)
+            except BaseException:
+                while self._ahead:
+                    self._forget(self._ahead.popleft())
+                raise
+            layout = batch.layout
+            if layout not in self._unpackers:
+                self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
+            draw = self._unpackers[layout].unpack(message, batch)
+        draw.weigh(batch.weights, beta, by_memory=by_memory)
+
+    def _forget(self, call: Call) -> None:
+        self._waiting.pop(call.sequence, None)
+        self._answers.pop(call.sequence, None)
+
+    def _ask(self, what: Request, rows: int = 0) -> Answer:
+        reply: Reply = self._call(what, rows)
+        return Answer(reply.a, reply.b, reply.text)
+
+    def _send_update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> Answer:
+        reply: Reply = self._call(Request.UPDATE, len(keys), keys=keys, priorities=priorities)
+        return Answer(reply.a, reply.b)
+
+    def close(self) -> None:
+        """Disconnect. Added transitions stay. Writers work until they are closed."""
+        self._link.close()
+        if self._extending is not None:
+            self._extending[0].close()

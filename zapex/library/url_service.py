@@ -1,0 +1,255 @@
+"""`zapex replay --schema`: the replay as a library, served to any host, without an environment.
+
+The parent only owns the memory. If the process that serves dies, it is started again over the same
+memory. Clients only wait until then.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.schema import Schema
+from zapex.errors import ConfigError
+from zapex.fstack.loop import Setup
+from zapex.host.roster import Roster
+from zapex.library.connect import schema_text
+from zapex.machine.offsets import align
+from zapex.machine.segment import Populator, Segment
+from zapex.net.keys import Security
+from zapex.net.listener import check_free
+from zapex.processes.child import Stop, child_setup, end_by_sigterm, run_until_stopped
+from zapex.processes.restarts import GaveUp, ProcessSpec
+from zapex.processes.supervisor import Supervisor
+from zapex.replay.core import ReplayLayout
+
+if TYPE_CHECKING:
+    from zapex.library.owner import OwnedReplay
+    from zapex.library.url_handler import CallHandler
+    from zapex.net.server import LinkServer
+    from zapex.roles.intake import Intake
+
+_TICK_S = 0.2
+_GRACE_S = 3.0
+CREDIT = 4  # twice the chunks that a writer may have in flight
+
+
+@dataclass(frozen=True)
+class LibraryConfig:
+    """Options of a replay without an environment."""
+
+    schema: str
+    """File of the schema, JSON: `zapex.Schema.to_json()` writes it. Clients: zapex.connect(URL)."""
+    listen: str
+    """Address to serve at: tcp://ADDRESS:PORT or ipc:///PATH. Any but loopback needs --keys.
+    zmtp://ADDRESS:PORT serves the same clients without libzmq; they connect with tcp://. So does
+    fstack://ADDRESS:PORT, on F-Stack (docs/fstack.md)."""
+    capacity: int = 1_000_000
+    """Transitions."""
+    alpha: float = 0.6
+    """How much priorities matter."""
+    eps: float = 1e-6
+    """Added to each |priority|."""
+    seed: int = 0
+    """Seed of the draws."""
+    writers: int = 16
+    """Writers at a time, over all clients; a client that extends counts as one."""
+    min_size_to_sample: int = 1
+    """Transitions that there must be before the first batch."""
+    samples_per_insert: float = 0.0
+    """How often a transition is drawn on average; 0: no limit."""
+    tolerance: int = 0
+    """Samples by which either side may be ahead; 0: chosen automatically."""
+    timeout_s: float = 5.0
+    """Seconds that a batch may wait for samples per insert."""
+    keys: str = ""
+    """Directory of `zapex keygen` with replay.key and public.json; clients have client.key."""
+    insecure_network: bool = False
+    """Use no keys: every machine on the network can then read and change everything."""
+    fstack_lib: str = ""
+    """F-Stack's shared library, for fstack://; or the variable ZAPEX_FSTACK_LIB."""
+    fstack_conf: str = ""
+    """F-Stack's configuration, for fstack://; or ZAPEX_FSTACK_CONF."""
+    fstack_eal: str = ""
+    """More arguments for its DPDK, --fstack-eal="--no-pci --vdev=..."; or ZAPEX_FSTACK_EAL."""
+
+    def read(self) -> "LibraryConfig":
+        """A copy with the schema's text in place of its file's name. Raises ConfigError."""
+        return replace(self, schema=schema_text(self.schema, "--schema"))
+
+    def check(self) -> None:
+        """Raise ConfigError if the options are invalid, or this machine cannot serve them."""
+        if self.capacity < 1 or not 1 <= self.writers <= 4096:
+            raise ConfigError(
+                "--capacity must be at least 1 and --writers 1 to 4096, got "
+                f"{self.capacity} and {self.writers}"
+            )
+        self.security.check(self.listen, "--listen")
+        check_free(self.listen, self.fstack)
+        if 2 * self.writers * CREDIT * self.layout.chunk > self.layout.capacity:
+            raise ConfigError(
+                f"{self.writers} writers with {CREDIT} chunks of {self.layout.chunk} transitions "
+                f"under way take more than half of the capacity of {self.capacity}: raise "
+                "--capacity or lower --writers"
+            )
+
+    @property
+    def layout(self) -> ReplayLayout:
+        """The layout of the replay's memory, once the schema is read."""
+        schema = Schema.from_json(self.schema)
+        return ReplayLayout(schema, self.capacity, self.writers * CREDIT)
+
+    @property
+    def fstack(self) -> Setup:
+        """What F-Stack is started with, if `listen` asks for it."""
+        return Setup(self.fstack_lib, self.fstack_conf, self.fstack_eal)
+
+    @property
+    def security(self) -> Security:
+        """How far the network is trusted. Raises ConfigError."""
+        return Security.load(self.keys, "replay", self.insecure_network)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the replay and of the roster after it."""
+        return align(self.layout.nbytes) + Roster.required_bytes(self.writers)
+
+
+def serve_library(config: LibraryConfig) -> int:
+    """Own the memory and keep a server running over it until a signal. Returns the exit code.
+
+    config: as the user gave it, with the schema's file name. Raises ConfigError.
+    """
+    config = config.read()
+    config.check()
+    with (
+        Segment.create("zapex-library", config.nbytes) as segment,
+        tempfile.TemporaryDirectory(prefix="zapex-") as folder,
+        Supervisor() as supervisor,
+    ):
+        supervisor.install_signal_handlers()
+        log = Path(folder) / "replay.log"
+        populator = Populator(segment)
+        failed = False
+        supervisor.start(
+            ProcessSpec(
+                name="replay",
+                argv=[sys.executable, "-m", "zapex.library.url_service", json.dumps(asdict(config)),
+                      str(segment.fd)],
+                log_path=log,
+                pass_fds=[segment.fd],
+                restart=True,
+            )
+        )  # fmt: skip
+        populator.start()
+        said = 0
+        try:
+            while supervisor.stop_signal is None and not failed:
+                for event in supervisor.poll(_TICK_S):
+                    print(event, flush=True)
+                    failed = failed or isinstance(event, GaveUp)
+                said = _pass_on(log, said)
+        finally:
+            supervisor.shutdown(_GRACE_S)
+            populator.stop()
+            _pass_on(log, said)
+    return 1 if failed else 0
+
+
+def _pass_on(log: Path, said: int) -> int:
+    """Print the server's new output."""
+    if not log.exists():
+        return said
+    with log.open() as file:
+        file.seek(said)
+        print(file.read(), end="", flush=True)
+        return file.tell()
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The duty cycle of the process that serves."""
+
+    server: "LinkServer"
+    intake: "Intake"
+    handler: "CallHandler"
+    replay: "OwnedReplay"
+
+    def do_work(self) -> int:
+        """Take in chunks, answer calls. Answers are copies, so evicted slots are free at once."""
+        work = self.intake.do_work(0, 0) + self.handler.do_work()
+        self.replay.inserted = self.intake.inserted
+        return work
+
+    def ready(self) -> bool:
+        """Whether a message has come."""
+        return self.server.listener.ready()
+
+    def wait(self, ready: Callable[[], bool]) -> bool:
+        """Wait for `ready`; only shortly while a call waits for its batch."""
+        return self.server.wait(ready, 0.001 if self.handler.waiting else _TICK_S)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.close()
+
+
+def main(text: str, fd: str) -> None:
+    """The process that serves, until SIGTERM."""
+    incarnation = child_setup("replay")
+    config = LibraryConfig(**json.loads(text))
+    cycle = make_cycle(config, Segment.attach(int(fd), config.nbytes).buffer, incarnation)
+    stop = Stop()
+    print(f"serving a replay of {config.capacity:,} transitions at {cycle.server.url}", flush=True)
+    run_until_stopped(cycle, cycle.wait, stop)
+    cycle.close()
+    end_by_sigterm()
+
+
+def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: int) -> Cycle:
+    """The parts of a process that serves. memory: `config.nbytes`, with what it held before."""
+    from zapex.library.owner import OwnedReplay
+    from zapex.library.url_handler import CallHandler
+    from zapex.library.url_link import CONFIG, form_of
+    from zapex.net.listener import listen
+    from zapex.net.replay_ends import ZmqExperienceSource
+    from zapex.net.server import LinkServer
+    from zapex.replay.limiter import LimiterConfig
+    from zapex.roles.intake import Intake
+
+    layout = config.layout
+    replay = OwnedReplay(
+        layout, config.alpha, config.eps, config.seed, config.min_size_to_sample,
+        buffer=memory[: layout.nbytes],
+    )  # fmt: skip
+    if len(replay):  # it must not repeat the draws of a former incarnation
+        replay.rng = np.random.default_rng([config.seed, incarnation])
+    form = form_of(layout)
+    grant = CREDIT * layout.chunk
+    needed = int(-(-config.samples_per_insert * grant // 1)) + form.batch_size
+    limits = LimiterConfig(
+        samples_per_insert=config.samples_per_insert,
+        min_size_to_sample=config.min_size_to_sample, tolerance=config.tolerance or 2 * needed,
+        grant=grant, batch=form.batch_size, capacity=layout.capacity,
+    )  # fmt: skip
+    roster = Roster(memory[align(layout.nbytes) :], config.writers, replay.store.header_rows)
+    listener = listen(
+        config.listen, config.security, form.largest_request_bytes, fstack=config.fstack
+    )
+    server = LinkServer(
+        listener, form, CONFIG, roster, incarnation=incarnation, params_version=lambda: 0
+    )
+    source = ZmqExperienceSource(server, replay.store)
+    intake = Intake(source, replay, limits, actors=config.writers, streams_per_actor=CREDIT)
+    handler = CallHandler(server, replay, intake.limiter, timeout_s=config.timeout_s)
+    return Cycle(server, intake, handler, replay)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

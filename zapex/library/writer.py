@@ -1,0 +1,283 @@
+"""Writer: makes transitions from steps of vector environments, in any process's replay."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from zapex.chunks.arguments import BOOL, FLOAT64, column, magnitudes, observations, stage
+from zapex.chunks.builder import ChunkBuilder, flat_observations
+from zapex.chunks.layout import LIVE
+from zapex.errors import ReplayError, SchemaError
+
+if TYPE_CHECKING:
+    from zapex.library.interface import SlotProvider
+
+Autoreset = Literal["next_step", "same_step", "disabled"]
+
+_STACK_CHECKS = 32  # the first steps, in which stacks are checked
+
+
+class Writer:
+    """Writes the steps of `num_envs` environments into a replay.
+
+    Each environment is a stream of steps. The writer computes n-step returns, handles episode ends
+    and stores each frame once. A transition can be drawn as soon as its n-step return is known.
+    Make a writer with `replay.writer(num_envs)`, of a PrioritizedReplay or of a client; it is also
+    a context manager. The loop that calls it, with Gymnasium's vector environments:
+
+        obs, _ = envs.reset()
+        writer.reset(obs)
+        while True:
+            action = policy(obs)
+            next_obs, reward, terminated, truncated, info = envs.step(action)
+            writer.add(action=action, reward=reward, next_obs=next_obs,
+                       terminated=terminated, truncated=truncated)
+            obs = next_obs
+
+    `autoreset` says what `envs` does when an episode ends:
+
+    * "next_step" (Gymnasium's default): the step after the last one returns the next episode's
+      first observation. That step is no transition, and the writer skips it.
+    * "same_step": the last step returns the next episode's first observation. Give `final_obs` to
+      `add`.
+    * "disabled": `envs` does nothing. Call `reset(obs, mask)` for the streams that you reset.
+
+    Attributes:
+        num_envs: the number of streams, S.
+        autoreset: as given.
+    """
+
+    def __init__(self, replay: SlotProvider, num_envs: int, autoreset: Autoreset) -> None:
+        self.num_envs, self.autoreset = num_envs, autoreset
+        self._replay = replay
+        self._schema = replay.layout.schema
+        self._builder = ChunkBuilder(replay.store, num_envs, closed_state=LIVE)
+        # True: the stream has no episode. Its next observation or a reset begins one.
+        self._over = np.ones(num_envs, np.bool_)
+        self._any_over = True
+        self._ends = np.zeros(num_envs, np.bool_)
+        self._ever_begun = self._closed = False
+        self._stacks_to_check = _STACK_CHECKS if self._schema.stack > 1 else 0
+        self._noted = 0  # number of the builder's last completed transitions that were announced
+        self._last: dict[str, NDArray[Any]] = {}
+        self._may_warn = True  # once, of environments that seem to have another mode
+
+    def reset(self, obs: Any, mask: ArrayLike | None = None) -> None:
+        """Begin new episodes. Steps that still wait for their n-step return are dropped.
+
+        Args:
+            obs: (S, *shape) first observations; a dict of arrays for Dict observations.
+            mask: (S,) bool, the streams that begin; None is all of them.
+
+        Raises:
+            SchemaError: a wrong shape or dtype.
+            ReplayError: the writer is closed.
+        """
+        found = observations(self._schema, obs, self.num_envs, "obs")
+        every_stream = np.ones(self.num_envs, np.bool_)
+        wanted = every_stream if mask is None else column(mask, BOOL, every_stream.shape, "mask")
+        with self._replay.lock:
+            self._demand_open()
+            self._begin(wanted, found)
+            self._over &= ~wanted
+            self._any_over = bool(self._over.any())
+            self._ever_begun = True
+            if self._stacks_to_check:
+                self._remember(found, wanted)
+
+    def add(
+        self,
+        *,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: Any,
+        terminated: ArrayLike,
+        truncated: ArrayLike,
+        priority: ArrayLike | None = None,
+        final_obs: Any = None,
+        **extras: ArrayLike,
+    ) -> None:
+        """Add one step of every stream, as `envs.step` returned it; an error changes nothing.
+
+        Args:
+            action: (S, ...), of the schema's dtype.
+            reward: (S,) rewards of this step.
+            next_obs: (S, *shape) observations after the step; a dict of arrays for Dict
+                observations.
+            terminated: (S,) bool, the episode ended in a terminal state: no bootstrap.
+            truncated: (S,) bool, the episode was cut: the transition bootstraps from its last
+                state.
+            priority: (S,) TD errors of the transitions that start with this step; the sign is
+                ignored. None gives them the largest priority so far.
+            final_obs: `info["final_obs"]` with autoreset="same_step": the last observation of each
+                episode that ends here, as an array, a dict, or an object array by stream.
+            **extras: (S, ...), the schema's extra columns by name.
+
+        Raises:
+            SchemaError: a column is missing, unknown, or has a wrong shape or dtype; or a stacked
+                observation is not the previous one shifted by a frame.
+            InvalidPriority: a priority is NaN or infinite.
+            ReplayError: the writer is closed, an episode has not begun, or the limiter did not
+                admit the step within the replay's timeout_s.
+        """
+        streams, replay, builder = self.num_envs, self._replay, self._builder
+        found = observations(self._schema, next_obs, streams, "next_obs")
+        shape = (streams,)
+        terminals = column(terminated, BOOL, shape, "terminated")
+        truncations = column(truncated, BOOL, shape, "truncated")
+        rewards = column(reward, FLOAT64, shape, "reward")
+        given = None if priority is None else magnitudes(priority, streams)
+        with replay.lock:
+            self._demand_open()
+            stage(self._schema, action, extras, builder.staged)
+            over, ends, same_step = self._over, self._ends, self.autoreset == "same_step"
+            last = self._last_of_step(found, rewards, terminals, truncations, final_obs)
+            replay.admit(streams * self._schema.n_step)
+            flat = flat_observations(self._schema, last)
+            if builder.wanted > 0:  # provide the slots now: then the step is one call
+                builder.provide([replay.open_slot() for _ in range(builder.wanted)])
+            some = self._build(terminals, truncations, flat, rewards, given)
+            begins, any_begin = (ends, some) if same_step else (over, self._any_over)
+            if any_begin:
+                self._begin(begins, found)
+            if not same_step:
+                self._over, self._ends, self._any_over = ends, over, some
+            if self._stacks_to_check:
+                self._remember(found)
+
+    def flush(self) -> None:
+        """Close every open chunk, so that it can be evicted like the others.
+
+        In one process, sampling does not need this. Over a network only closed chunks are sent,
+        so after `flush` all added transitions can be drawn.
+
+        Raises:
+            PeerTimeout: over a network, the chunks were not acknowledged in time.
+        """
+        with self._replay.lock:
+            self._builder.flush()
+            self._hand_over()
+            self._replay.settle()
+
+    def close(self) -> None:
+        """Flush and give the slots back. Steps that wait for their n-step return are dropped."""
+        with self._replay.lock:
+            if not self._closed:
+                self.flush()
+                self._replay.give_back(self._builder.held)
+                self._replay.release_streams(self.num_envs)
+                self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _last_of_step(
+        self, found: dict[str, NDArray[Any]], rewards: NDArray[np.float64],
+        terminals: NDArray[np.bool_], truncations: NDArray[np.bool_], final_obs: Any,
+    ) -> dict[str, NDArray[Any]]:  # fmt: skip
+        """The last observations of this step in its own episodes, checked. It changes nothing."""
+        if self._any_over and (self.autoreset != "next_step" or not self._ever_begun):
+            raise ReplayError(
+                f"the episode of stream {int(self._over.argmax())} is over or never began: give "
+                "its first observation with reset(obs, mask)"
+            )
+        if self._any_over and self._may_warn:
+            self._check_mode(rewards, terminals | truncations)
+        last = found
+        if self.autoreset == "same_step" and (terminals.any() or truncations.any()):
+            last = self._with_final(found, terminals | truncations, final_obs)
+        if self._stacks_to_check:
+            self._check_stacks(~self._over, last)
+        return last
+
+    def _check_mode(self, rewards: NDArray[np.float64], ends: NDArray[np.bool_]) -> None:
+        """Warn if a step that is skipped, because it only resets, does more than that."""
+        if rewards[self._over].any() or ends[self._over].any():
+            self._may_warn = False
+            warnings.warn(
+                "the step after the end of an episode has a reward, or ends an episode: "
+                'autoreset="next_step" skips that step. Do the environments reset in the step of '
+                'the end? Give the writer autoreset=envs.metadata["autoreset_mode"]',
+                stacklevel=4,
+            )
+
+    def _build(self, terminals: Any, truncations: Any, *columns: Any) -> bool:
+        """Let the builder add a step, slot by slot. Returns whether an episode ended."""
+        builder, over, ends = self._builder, self._over, self._ends
+        self._noted = 0
+        while True:
+            done, some = builder.step(terminals, truncations, over, ends, *columns)
+            self._hand_over()  # before the next slot, which may evict a chunk that is closed here
+            if done == self.num_envs:
+                return some
+            builder.provide([self._replay.open_slot()])
+
+    def _demand_open(self) -> None:
+        if self._closed:
+            raise ReplayError("this writer is closed: ask the replay for another")
+
+    def _begin(self, mask: NDArray[np.bool_], obs: dict[str, NDArray[Any]]) -> None:
+        while self._builder.begin(mask, obs) < self.num_envs:
+            self._hand_over()
+            self._builder.provide([self._replay.open_slot()])
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Announce completed transitions, which can then be drawn, and full chunks."""
+        indices, magnitudes = self._builder.last_completed()
+        if self._noted:
+            indices, magnitudes = indices[self._noted :], magnitudes[self._noted :]
+        self._noted += len(indices)
+        closed = self._builder.take_closed()
+        if len(indices) or len(closed):
+            self._replay.grown(indices, magnitudes, closed)
+
+    def _with_final(
+        self, found: dict[str, NDArray[Any]], ends: NDArray[np.bool_], final_obs: Any
+    ) -> dict[str, NDArray[Any]]:
+        """A copy of `found` with the last observations of episodes that end."""
+        if final_obs is None:
+            raise ReplayError(
+                f"the episode of stream {int(ends.argmax())} ends, and under autoreset="
+                '"same_step" next_obs is already the next one: give final_obs=info["final_obs"]'
+            )
+        last = {name: array.copy() for name, array in found.items()}
+        for i in np.flatnonzero(ends):
+            if isinstance(final_obs, dict):
+                row: Any = {key: np.asarray(value[i])[None] for key, value in final_obs.items()}
+            elif isinstance(final_obs[i], dict):
+                row = {key: np.asarray(value)[None] for key, value in final_obs[i].items()}
+            else:
+                row = np.asarray(final_obs[i])[None]
+            for name, array in observations(self._schema, row, 1, "final_obs").items():
+                last[name][i] = array[0]
+        return last
+
+    def _remember(
+        self, obs: dict[str, NDArray[Any]], mask: NDArray[np.bool_] | None = None
+    ) -> None:
+        for name, array in obs.items():
+            before = self._last.setdefault(name, array.copy())
+            before[mask] = array[mask]
+
+    def _check_stacks(self, playing: NDArray[np.bool_], found: dict[str, NDArray[Any]]) -> None:
+        """Check that a stack is the previous one shifted by a frame: frames are stored once."""
+        self._stacks_to_check -= 1
+        for name, c in self._schema.obs_columns.items():
+            if c.stack > 1:
+                axis = 1 if c.stack_axis == 0 else found[name].ndim - 1
+                now = np.moveaxis(found[name], axis, 0)[:-1, playing]
+                before = np.moveaxis(self._last[name], axis, 0)[1:, playing]
+                if not np.array_equal(now, before):
+                    raise SchemaError(
+                        f"{name} has stack={c.stack}, but next_obs is not the observation "
+                        "before it shifted by one frame: if that axis is not time, build the "
+                        "schema with stack=1"
+                    )

@@ -1,0 +1,4 @@
+"""The lowest layer: the compiler, atomics, memory, layouts, waiting.
+
+Imports: errors.
+"""

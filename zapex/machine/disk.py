@@ -1,0 +1,85 @@
+"""Files that are whole on the disk before anything names them, and files that end."""
+
+import errno
+import os
+import stat
+import zlib
+from collections.abc import Iterable
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, parts: Iterable[Any]) -> int:
+    """Write the parts one after another and sync the file. Returns their crc32."""
+    crc = 0
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part)
+            crc = zlib.crc32(part, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return crc
+
+
+def replace_whole(path: Path, parts: Iterable[Any], temporary: Path | None = None) -> None:
+    """Write the parts into a file that replaces `path` once it is on the disk.
+
+    If this fails or the process is killed, the old file is still there.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        write_whole(temporary, parts)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read. Raises OSError if it is none: a FIFO would block, a device never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a file. Raises OSError if it is none, or has more than `most_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+        return file.read(size)
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """Append all of it; if that fails, the file is as it was before."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        before, left = os.fstat(descriptor).st_size, memoryview(content)
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def why_not_written(code: int, directory: Path | None) -> str:
+    """An error number of a write in words, with what the user can do."""
+    full = code in (errno.ENOSPC, errno.EDQUOT)
+    mend = f"; free space on the disk of {directory}, of older runs for example" if full else ""
+    return os.strerror(code) + mend
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""The GPU as torch sees it, asked in a child process.
+
+To load torch takes seconds, and to open a GPU hundreds of MiB: a run's parent needs neither.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_ANSWER_S = 120.0  # a first import of torch from a slow disk
+_LOOK_UP = "nvidia-smi shows whether the driver works and who uses the GPU"
+_MENDS = (
+    ("not built", "make venv TORCH=cuda"),
+    ("driver", "update the NVIDIA driver"),
+    ("no kernel image", "install a build of torch with kernels for this GPU"),
+    ("out of memory", "free its memory: nvidia-smi shows who uses it"),
+)
+"""A word of the problem -> what mends it."""
+
+Ask = Callable[[], str]
+"""Returns one line of JSON, as `zapex.agent.gpu_facts` prints it. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU that torch finds; with a `problem` torch cannot use it.
+
+    capability: its compute capability. driver: the version of the driver, "" if it is not known.
+    cuda: the CUDA version that torch was built for. bfloat16: it multiplies bfloat16. tf32: what
+    torch computes in TF32 where float32 is asked for; "" for nothing.
+    """
+
+    name: str = "an NVIDIA GPU"
+    memory_bytes: int = 0
+    capability: tuple[int, int] = (0, 0)
+    driver: str = ""
+    cuda: str = ""
+    bfloat16: bool = False
+    tf32: str = ""
+    problem: str = ""
+
+    @property
+    def mend(self) -> str:
+        """What to do about the problem."""
+        known = [mend for word, mend in _MENDS if word in self.problem.lower()]
+        return next(iter(known), _LOOK_UP) if self.problem else ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            driver = f" (driver {self.driver})" if self.driver else ""
+            return f"{self.name}{driver} cannot be used: {self.problem}"
+        major, minor = self.capability
+        return (
+            f"{self.name}, {self.memory_bytes / 2**30:.0f} GiB, compute capability "
+            f"{major}.{minor}, driver {self.driver or 'unknown'}, CUDA {self.cuda}"
+        )
+
+
+def look(ask: Ask | None = None, root: Path = Path("/")) -> Gpu:
+    """Ask torch about the GPU. ask: asks; None starts a child. root: the directory of /proc."""
+    driver = _driver(root)
+    try:
+        facts = json.loads((ask or _ask_torch)())
+        if facts.get("problem"):
+            return Gpu(driver=driver, problem=str(facts["problem"]))
+        major, minor = facts["capability"]
+        return Gpu(
+            str(facts["name"]), int(facts["memory_bytes"]), (int(major), int(minor)), driver,
+            str(facts["cuda"]), bool(facts["bfloat16"]), str(facts["tf32"]),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Gpu(driver=driver, problem=f"torch does not answer ({error})")
+
+
+def _ask_torch() -> str:
+    """The last line of a child that imports torch and computes something on the GPU."""
+    command = [sys.executable, "-P", "-m", "zapex.agent.gpu_facts"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise OSError(f"within {_ANSWER_S:g} s") from None
+    lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
+    if done.returncode:
+        said = (done.stderr.splitlines() or lines)[-1]
+        raise OSError(f"its process ended with status {done.returncode}: {said}")
+    return lines[-1]
+
+
+def _driver(root: Path) -> str:
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", text)
+    return match[1] if match else ""

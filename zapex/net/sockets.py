@@ -1,0 +1,391 @@
+"""ZeroMQ sockets of a run: their limits, which peers may connect, and sending without waiting.
+
+Only this module knows zmq.
+"""
+
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from zapex.errors import ConfigError, PeerError
+from zapex.machine.heap import keep_memory
+from zapex.net import addresses
+from zapex.net.connections import Connections
+from zapex.net.keys import SERVER, RoleKeys, Security
+from zapex.net.listener import Place, Received, Tracker, no_place
+from zapex.wire.header import MAX_BUFFERS, Buffer
+
+_DOMAIN = b"zapex"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_HANDSHAKE_S = 10.0
+_LOOK_S = 1.0  # between two looks which peers are gone
+# A smaller buffer is copied: pyzmq takes longer to report that a shared buffer is free again. This
+# is true up to 1 MiB, but a server's guard sees only shared buffers that wait for a peer.
+_COPIED_BYTES, CLIENT_COPIED_BYTES = 1 << 16, 1 << 20
+_ENVELOPE_BYTES = 64  # what CURVE adds to a buffer, and libzmq counts with it
+_MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
+# A connection's send buffer in the kernel (docs/decisions/0012-send-buffers.md). From this
+# round trip on the kernel chooses the size again.
+SEND_BUFFER_BYTES, FAR_US = 160 << 10, 200
+_SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on
+_MIN_RTT_AT = 148  # tcpi_min_rtt, microseconds, in Linux's struct tcp_info
+_OPTIONS: dict[int, int] = {
+    zmq.LINGER: 0,
+    # libzmq's own heartbeats abort the process when a peer is lost and its messages are unread
+    # (docs/decisions/0010-heartbeats.md). zapex's heartbeat is the hello. The kernel's is below.
+    zmq.HEARTBEAT_IVL: 0,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 10_000,
+    zmq.HANDSHAKE_IVL: int(1000 * _HANDSHAKE_S),
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2000,
+    zmq.CONNECT_TIMEOUT: 5000,
+    zmq.SNDHWM: _MESSAGES_PER_PEER,
+    zmq.RCVHWM: _MESSAGES_PER_PEER,
+    zmq.SNDBUF: SEND_BUFFER_BYTES,
+}
+
+
+class ZapHandler:
+    """The ZAP handler of one context, run by a duty cycle: which peers may connect, in which role.
+
+    libzmq asks it before it reads a peer's first message. With keys a peer has the role of its key.
+    Without keys every peer that speaks ZMTP 3 is admitted. A peer that sends other bytes
+    fails earlier, in libzmq's handshake.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", keys: RoleKeys | None) -> None:
+        self._keys = keys
+        self.admitted = self.refused = 0
+        self.socket: Any = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def do_work(self, at_most: int = 64) -> int:
+        """Answer all requests."""
+        for done in range(at_most):
+            try:
+                request = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return done
+            self.socket.send_multipart(self.answer(request))
+        return at_most
+
+    def answer(self, request: list[bytes]) -> list[bytes]:
+        """The answer to one request of libzmq's."""
+        number = request[1] if len(request) > 1 else b""
+        role = self._role(request)
+        if role is None:
+            self.refused += 1
+            return [b"1.0", number, b"400", b"not admitted", b"", b""]
+        self.admitted += 1
+        return [b"1.0", number, b"200", b"OK", role.encode(), b""]
+
+    def _role(self, request: list[bytes]) -> str | None:
+        """The role of a peer, "any" without keys, or None if it may not connect."""
+        if len(request) < 6 or request[0] != b"1.0" or request[2] != _DOMAIN:
+            return None
+        mechanism, credentials = request[5], request[6:]
+        if self._keys is None:
+            return "any" if mechanism == b"NULL" else None
+        if mechanism != b"CURVE" or len(credentials) != 1 or len(credentials[0]) != 32:
+            return None
+        from zmq.utils import z85
+
+        return self._keys.role_of(z85.encode(credentials[0]).decode())
+
+    def close(self) -> None:
+        """Release the endpoint."""
+        self.socket.close()
+
+
+class _Context(zmq.Context[Any]):
+    """A context that does not need to be closed.
+
+    pyzmq's context keeps weak references to its sockets. If the garbage collector collects it in
+    one cycle with them, it finds no sockets, leaves them open, and waits for them for ever.
+    """
+
+    _made: tuple[Any, ...] = ()
+
+    def socket(self, *args: Any, **more: Any) -> Any:
+        """A socket that is closed with its context, in any order of collection."""
+        made = super().socket(*args, **more)
+        self._made += (made,)
+        return made
+
+    def __del__(self) -> None:
+        for made in self._made:
+            made.close(linger=0)
+        super().__del__()
+
+
+def make_context() -> "zmq.Context[Any]":
+    """A context of sockets; the memory of large messages is kept."""
+    keep_memory()
+    return _Context()
+
+
+def _listen(
+    context: "zmq.Context[Any]", url: str, security: Security, largest_buffer_bytes: int
+) -> Any:
+    """A bound ROUTER, after the check and the ZapHandler. Raises ZMQError if it is in use."""
+    allow_descriptors()
+    router = context.socket(zmq.ROUTER)
+    _set_options(router, security, largest_buffer_bytes, {zmq.ROUTER_MANDATORY: 1})
+    router.zap_domain = _DOMAIN
+    # Without this option a peer is admitted when no handler answers.
+    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    router.curve_server = security.keys is not None
+    router.ipv6 = addresses.parse(url, "--listen").is_ipv6
+    router.bind(url)
+    return router
+
+
+class _Sockets:
+    """Sockets of one context, with one poller for all."""
+
+    def _watch(self, *sockets: Any) -> None:
+        self._watched, self._poller = sockets, zmq.Poller()
+        for one in sockets:
+            self._poller.register(one, zmq.POLLIN)
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when a message may have come; then call `ready`."""
+        return [int(one.getsockopt(zmq.FD)) for one in self._watched]
+
+    def ready(self) -> bool:
+        """Whether a message has come."""
+        return any(one.getsockopt(zmq.EVENTS) & zmq.POLLIN for one in self._watched)
+
+    def wait(self, timeout_s: float, also: Sequence[int] = ()) -> None:
+        """Wait until a message may have come, here or on `also`, at most timeout_s."""
+        for fd in also:
+            self._poller.register(fd, zmq.POLLIN)
+        self._poller.poll(int(1000 * timeout_s) + 1)
+
+
+class RouterListener(_Sockets):
+    """tcp:// and ipc://: a ROUTER, as a Listener.
+
+    Peers are libzmq's routing ids. Each connection gets a new one, so no peer can take another's
+    place. large_bytes: a message of this size or more counts as queued while libzmq keeps it.
+    Raises ConfigError if the address is taken, or not safe without keys.
+    """
+
+    def __init__(
+        self, url: str, security: Security, largest_buffer_bytes: int, *,
+        large_bytes: int = _COPIED_BYTES,
+    ) -> None:  # fmt: skip
+        security.check(url, "--listen")
+        self._secure, self._large_bytes = security.keys is not None, large_bytes
+        self._context = make_context()
+        self.zap = ZapHandler(self._context, security.keys)
+        try:
+            self._router = _listen(self._context, url, security, largest_buffer_bytes)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"--listen {url} cannot be used: {error.strerror}") from None
+        self.url: str = self._router.last_endpoint.decode()
+        self.on_gone: Callable[[bytes], object] = lambda peer: None
+        self.place: Place = no_place  # libzmq cannot receive into memory that others name
+        self._connections = Connections(self.url)
+        self._look_s = 0.0
+        self.queued, self.held = self._connections.queued, self._connections.held
+        self.hang_up = self._connections.hang_up
+        self._watch(self._router, self.zap.socket)
+
+    def do_work(self) -> int:
+        """Admit or refuse new peers, and notice those that are gone."""
+        now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            for peer in self._connections.gone():
+                self.on_gone(peer)
+        return self.zap.do_work()
+
+    def receive(self) -> Received | None:
+        """The next message of a peer that is still connected."""
+        while (buffers := receive(self._router)) is not None:
+            first, *rest = buffers
+            peer = first.bytes
+            if self._connections.is_ended(peer):
+                continue
+            nbytes = sum(map(len, buffers))
+            gone = self._connections.took(peer, first.get(zmq.SRCFD), nbytes)
+            if gone is not None:
+                self.on_gone(gone)
+            return Received(peer, rest)
+        return None
+
+    def role_of(self, received: Received) -> str | None:
+        """The role that the sender's key stands for; None if there are no keys."""
+        return str(received.buffers[-1].get("User-Id")) if self._secure else None
+
+    def address_of(self, received: Received) -> str:
+        """The IP address of the sender's machine; "" over ipc://."""
+        with suppress(zmq.ZMQError):
+            return str(received.buffers[-1].get("Peer-Address"))
+        return ""
+
+    def send(self, peer: bytes, buffers: Sequence[Buffer]) -> Tracker | None:
+        """Send without waiting; None: not now. Raises PeerError if the peer is gone."""
+        tracker = send(self._router, [peer, *buffers])
+        if tracker is not None:
+            nbytes = sum(buffer.nbytes for buffer in buffers)
+            if nbytes >= self._large_bytes:
+                self._connections.sent(peer, nbytes, tracker)
+        return tracker
+
+    def settled(self, peer: bytes) -> None:
+        """Let the send buffer of an old connection grow, if that helps."""
+        let_grow_if_far(self._connections.fd_of(peer))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._router.close()
+        self.zap.close()
+        self._context.destroy(linger=0)
+
+
+def allow_descriptors() -> None:
+    """Allow as many connections as this user may have: a peer with many must not block others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class Dealers(_Sockets):
+    """A client's connections to one URL, by their numbers; each reconnects by itself."""
+
+    def __init__(
+        self, url: str, security: Security, largest_buffer_bytes: int, connections: int
+    ) -> None:
+        security.check(url, "--replay")
+        self._url = url
+        self._context = make_context()
+        self._dealers = [
+            _dealer(self._context, url, security, largest_buffer_bytes) for _ in range(connections)
+        ]
+        self._watch(*self._dealers)
+
+    def receive(self, number: int) -> list[Any] | None:
+        """The next message that came over a connection."""
+        return receive(self._dealers[number])
+
+    def send(self, number: int, buffers: Sequence[Buffer]) -> Tracker | None:
+        """Send without waiting; None: not now."""
+        return send(self._dealers[number], buffers, CLIENT_COPIED_BYTES)
+
+    def settled(self, buffers: Sequence[Any]) -> None:
+        """The connection of this message is no longer new: its send buffer may grow."""
+        let_grow_if_far(buffers[0].get(zmq.SRCFD))
+
+    def renew(self, number: int) -> None:
+        """Close a connection, and open another."""
+        with suppress(zmq.ZMQError):
+            self._dealers[number].disconnect(self._url)
+        self._dealers[number].connect(self._url)
+
+    def close(self, linger_ms: Sequence[int] = ()) -> None:
+        """Disconnect; keep sending queued messages, at most this long for each connection."""
+        for dealer, linger in zip(self._dealers, linger_ms, strict=False):
+            dealer.linger = linger
+        for dealer in self._dealers:
+            dealer.close()
+        self._context.term()
+
+
+def _dealer(
+    context: "zmq.Context[Any]", url: str, security: Security, largest_buffer_bytes: int
+) -> Any:
+    """A DEALER that connects and reconnects by itself; the URL is checked."""
+    dealer = context.socket(zmq.DEALER)
+    # IMMEDIATE: without a connected peer a message is not queued; else it could arrive late and
+    # twice.
+    _set_options(dealer, security, largest_buffer_bytes, {zmq.IMMEDIATE: 1})
+    if security.keys is not None:
+        dealer.curve_serverkey = security.keys.publics[SERVER].encode()
+    dealer.ipv6 = addresses.parse(url, "--replay").is_ipv6
+    dealer.connect(url)
+    return dealer
+
+
+def _set_options(socket: Any, security: Security, largest: int, more: dict[int, int]) -> None:
+    if security.keys is not None:
+        socket.curve_publickey = security.keys.public.encode()
+        socket.curve_secretkey = security.keys.secret.encode()
+    limit = {zmq.MAXMSGSIZE: largest + _ENVELOPE_BYTES}
+    for option, value in (_OPTIONS | limit | more).items():
+        socket.setsockopt(option, value)
+
+
+def let_grow_if_far(fd: int) -> None:
+    """Let the send buffer of a connection grow again, if that helps.
+
+    With a distant peer a small buffer limits the speed, because the bytes in flight must fit into
+    it. Call this when a connection is no longer new: then the kernel knows the shortest round
+    trip.
+    """
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as link:
+        if link.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        facts = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+        (min_rtt_us,) = struct.unpack_from("=I", facts, _MIN_RTT_AT)
+        if min_rtt_us >= FAR_US:
+            locked = link.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
+            link.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, locked & ~_SNDBUF_LOCKED)
+
+
+def receive(socket: Any) -> list[Any] | None:
+    """The buffers (zmq.Frame) of the next message, at most MAX_BUFFERS + 2; or None.
+
+    Further buffers are dropped when they come, so a peer cannot make the list very long.
+    """
+    try:
+        parts = [socket.recv(zmq.NOBLOCK, copy=False)]
+    except zmq.Again:
+        return None
+    more = parts[0].more
+    while more:
+        part = socket.recv(zmq.NOBLOCK, copy=False)
+        more = part.more
+        if len(parts) < MAX_BUFFERS + 2:
+            parts.append(part)
+    return parts
+
+
+def send(socket: Any, parts: Sequence[Any], copied_bytes: int = _COPIED_BYTES) -> Any | None:
+    """Send without waiting, and without copying buffers of `copied_bytes` or more.
+
+    Returns a tracker whose `done` says that libzmq has released all buffers; None if the message
+    could not be sent. Raises PeerError if the peer is gone.
+    """
+    last = len(parts) - 1
+    shared = []  # send_multipart would return only the last buffer's tracker
+    try:
+        for i, part in enumerate(parts):
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
+            if len(part) < copied_bytes:
+                socket.send(part, flags)
+            else:
+                shared.append(socket.send(part, flags, copy=False, track=True))
+    except zmq.Again:
+        return None
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            raise PeerError("the peer is gone") from None
+        raise
+    return zmq.MessageTracker(*shared)

@@ -1,0 +1,4 @@
+"""Child processes: how they start, are watched, and end with their parent.
+
+Imports: nothing of zapex.
+"""

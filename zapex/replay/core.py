@@ -1,0 +1,248 @@
+"""The core of a replay: slots, priorities and keys in one block of memory."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.layout import COMMITTED, ChunkLayout
+from zapex.chunks.ledger import SlotLedger
+from zapex.chunks.schema import Schema
+from zapex.chunks.sizes import chunk_length, slots_needed
+from zapex.chunks.store import ChunkStore
+from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
+from zapex.machine.offsets import align
+from zapex.machine.segment import private_bytes
+from zapex.replay.draw import Draw
+from zapex.replay.sampling import (
+    NOT_A_KEY,
+    REFUSED,
+    forget_kernel,
+    prioritise_kernel,
+    reprioritise_kernel,
+)
+from zapex.sumtree_numba import Method, SumTree
+
+
+@dataclass(frozen=True)
+class ReplayLayout:
+    """The memory layout of a replay of `capacity` transitions from `streams` streams."""
+
+    schema: Schema
+    capacity: int
+    streams: int = 1
+    chunk: int = 0  # transitions in a chunk; 0: zapex chooses
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ConfigError(f"capacity must be at least 1 transition, got {self.capacity}")
+        if not self.chunk:
+            shortest = max(self.schema.n_step, self.schema.stack)
+            chosen = chunk_length(self.capacity, self.streams, shortest)
+            object.__setattr__(self, "chunk", chosen)
+
+    @cached_property
+    def chunk_layout(self) -> ChunkLayout:
+        """The layout of a chunk."""
+        return ChunkLayout(self.schema, self.chunk)
+
+    @property
+    def live_slots(self) -> int:
+        """How many full chunks hold `capacity` transitions."""
+        return -(-self.capacity // self.chunk)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots, with those that the actors hold."""
+        return slots_needed(self.capacity, self.chunk, self.streams)
+
+    @property
+    def tree_offset(self) -> int:
+        """The offset of the sum tree, after the slots, in bytes."""
+        return align(ChunkStore.required_bytes(self.chunk_layout, self.slots))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole memory."""
+        return self.tree_offset + SumTree.required_bytes(self.slots * self.chunk)
+
+
+class ReplayCore:
+    """The replay server's side: it accepts and evicts slots, draws keys and sets priorities.
+
+    Thread-safe. PrioritizedReplay describes the arguments.
+    """
+
+    _SETTINGS: tuple[str, ...] = ("alpha", "eps", "shard", "min_size_to_sample")
+    _COUNTERS = ("inserted", "sampled", "updates_applied", "updates_stale")
+
+    def __init__(
+        self,
+        layout: ReplayLayout,
+        alpha: float = 0.6,
+        eps: float = 1e-6,
+        seed: int | None = None,
+        min_size_to_sample: int = 1,
+        shard: int = 0,
+        buffer: NDArray[np.uint8] | None = None,
+    ) -> None:
+        if not 0.0 <= alpha <= 1.0:
+            raise ConfigError(f"alpha must be in 0..1, got {alpha}")
+        if not (eps >= 0.0 and np.isfinite(eps)):
+            raise ConfigError(f"eps must be finite and not negative, got {eps}")
+        if not 1 <= min_size_to_sample <= layout.capacity:
+            raise ConfigError(
+                f"min_size_to_sample must be 1 to the capacity of {layout.capacity}, "
+                f"got {min_size_to_sample}"
+            )
+        if not 0 <= shard < 1 << 7:  # a key's sign bit is not used
+            raise ConfigError(f"shard must be 0 to 127, got {shard}")
+        self.layout = layout
+        self._owns_memory = buffer is None
+        memory = private_bytes(layout.nbytes) if buffer is None else buffer
+        self.memory = memory
+        self.store = ChunkStore(memory, layout.chunk_layout, layout.slots)
+        tree_buffer = memory[layout.tree_offset : layout.nbytes]
+        self.tree = SumTree.attach(self.store.num_indices, tree_buffer.data)
+        self.ledger = SlotLedger(self.store)
+        self.alpha, self.eps, self.shard = float(alpha), float(eps), shard
+        self.min_size_to_sample = min_size_to_sample
+        self.rng = np.random.default_rng(seed)
+        self.inserted = self.sampled = self.updates_applied = self.updates_stale = 0
+        self.evicted = 0  # transitions, by this process
+        # Answers given to readers that gather by themselves; how many of them are gathered.
+        self.issued = 0
+        self.released: Callable[[], int] = lambda: 0
+        # Takes in what other processes told; called with the lock held.
+        self.catch_up: Callable[[], object] = lambda: None
+        self.lock = threading.RLock()
+        # The leaf of a transition without a priority.
+        self._largest_leaf = float(self.tree.leaves.max()) or (1.0 + self.eps) ** self.alpha
+        self._slots = self.store.headers, layout.chunk, shard  # for keys of indices
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON values in a snapshot, besides the memory and the random state."""
+        return {
+            "schema": self.layout.schema.describe(),
+            **{name: getattr(self.layout, name) for name in ("capacity", "streams", "chunk")},
+            **{name: getattr(self, name) for name in self._SETTINGS},
+            "largest_leaf": self._largest_leaf,
+            "counters": {name: getattr(self, name) for name in self._COUNTERS},
+        }
+
+    def take_over(self, leaves: NDArray[np.float64], facts: dict[str, Any]) -> None:
+        """Continue from a snapshot: its leaves. Its headers are already in the memory."""
+        self.tree.update(np.arange(self.tree.capacity), leaves)
+        self.ledger = SlotLedger(self.store)
+        largest = float(facts["largest_leaf"])
+        if not 0.0 < largest < np.inf:
+            raise InvalidPriority(f"the largest leaf must be positive and finite, got {largest}")
+        self._largest_leaf = largest
+        for name in self._COUNTERS:
+            setattr(self, name, int(facts["counters"][name]))
+
+    def __len__(self) -> int:
+        return self.ledger.live_transitions
+
+    def accept(self, slot: int) -> int:
+        """Make a committed slot live: its transitions can be drawn. Returns their number."""
+        with self.lock:
+            state = self.store.state(slot)
+            assert state == COMMITTED, f"slot {slot} is in state {state}"
+            indices = self.store.indices(slot)
+            magnitudes = self.store.column(slot, "priority")[: len(indices)].astype(np.float64)
+            self._set_leaves(indices, magnitudes)
+            # STEP leaves-set
+            self.inserted += len(indices)
+            return self.ledger.accept(slot)
+
+    def _set_leaves(self, indices: NDArray[np.int64], magnitudes: NDArray[np.float64]) -> None:
+        """Set leaves of new transitions; without a |priority| (< 0) the largest leaf so far."""
+        self._largest_leaf = prioritise_kernel(
+            indices, magnitudes, self.alpha, self.eps, self._largest_leaf, self.tree.arrays
+        )
+
+    def make_room(self, issued: int = 0) -> None:
+        """Evict the oldest chunks (FIFO) until the capacity is not exceeded."""
+        with self.lock:
+            while (
+                self.ledger.live_transitions > self.layout.capacity
+                or self.ledger.counts["live"] > self.layout.live_slots
+            ):
+                self.evict_oldest(issued)
+
+    def evict_oldest(self, issued: int = 0) -> None:
+        """Evict the oldest chunk. The caller holds the lock. issued: see `SlotLedger.evict`."""
+        slot = self.ledger.oldest
+        assert slot is not None
+        # Clear the leaves first: after a crash here, no evicted transition can be drawn.
+        chunk = self.layout.chunk
+        forget_kernel(slot * chunk, chunk, self.tree.arrays)
+        # STEP leaves-cleared
+        self.evicted += self.ledger.evict(issued)[1]
+
+    def draw(
+        self, batch_size: int, method: Method = "stratified", *, with_smallest: bool = True
+    ) -> Draw:
+        """Sample keys by priority. Raises NotEnoughData before `min_size_to_sample`.
+
+        If it raises, the random state does not change.
+        """
+        with self.lock:
+            self.demand(self.min_size_to_sample)
+            before = self.rng.bit_generator.state
+            try:
+                indices, _ = self.tree.sample(batch_size, self.rng, method)
+            except NotEnoughData:
+                self.rng.bit_generator.state = before
+                raise
+            return Draw(
+                self.store.keys_of(indices, self.shard),
+                indices,
+                self.tree[indices],
+                self.tree.total,
+                len(self),
+                self.tree.min_positive if with_smallest else 0.0,
+            )
+
+    def demand(self, transitions: int) -> None:
+        """Raises NotEnoughData if there are fewer."""
+        if len(self) < transitions:
+            raise NotEnoughData(
+                f"the replay holds {len(self)} transitions and {transitions} are needed to sample: "
+                "add more first"
+            )
+
+    def reprioritise(
+        self, keys: NDArray[np.int64], priorities: NDArray[np.float64]
+    ) -> tuple[int, int]:
+        """Set new priorities (B,) of the transitions of `keys` (B,). Of equal keys the last counts.
+
+        The sign of a priority is ignored. Returns how many were applied and how many were stale.
+        Raises InvalidPriority for NaN or infinity; then nothing has changed.
+        """
+        with self.lock:
+            self.catch_up()
+            applied, stale, largest = reprioritise_kernel(
+                keys, priorities, self.alpha, self.eps, self._slots, self.tree.arrays
+            )
+            if applied == REFUSED:
+                raise InvalidPriority(
+                    "a priority must be finite (and its sum over the memory, too), got "
+                    f"{priorities[stale]} in row {stale}: has the loss diverged? Nothing was "
+                    "updated"
+                )
+            if applied == NOT_A_KEY:
+                raise ConfigError(
+                    f"update_priorities takes keys (batch.keys), got {keys[stale]} in row {stale}, "
+                    "which is an index: it would name another transition once its place is used "
+                    "again. Nothing was updated"
+                )
+            self._largest_leaf = max(self._largest_leaf, largest)
+            self.updates_applied += applied
+            self.updates_stale += stale
+            return applied, stale

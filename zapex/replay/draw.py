@@ -1,0 +1,71 @@
+"""A draw: the sampled keys, before their rows are copied, and the layout of a draw."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.batch import Batch
+from zapex.chunks.keys import NO_KEY
+from zapex.chunks.store import ChunkStore
+from zapex.replay.sampling import weigh_kernel
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The sampled keys, before their rows are copied.
+
+    keys, indices (B,) int64. leaves (B,) float64: the leaf values drawn. total: the sum of all
+    leaves of the memory. count: transitions in the memory. smallest: the smallest positive leaf, or
+    0 if the caller did not ask for it.
+    """
+
+    keys: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    leaves: NDArray[np.float64]
+    total: float
+    count: int
+    smallest: float
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def dtype(rows: int) -> np.dtype[Any]:
+        """The record of `rows` rows, in shared memory and in messages. `count` is not in it."""
+        columns = [
+            ("keys", "<i8", (rows,)),
+            ("indices", "<i8", (rows,)),
+            ("leaves", "<f8", (rows,)),
+        ]
+        return np.dtype([("total", "<f8"), ("smallest", "<f8"), *columns])
+
+    def write(self, record: Any) -> None:
+        """Write the draw into a record of `dtype`."""
+        for name in record.dtype.names:
+            record[name] = getattr(self, name)
+
+    @classmethod
+    def read(cls, record: Any, count: int = 0) -> Self:
+        """Read a draw from a record; its columns are views."""
+        fields = {name: record[name] for name in record.dtype.names}
+        return cls(**fields, count=count)
+
+    def weigh(self, weights: NDArray[np.float32], beta: float, *, by_memory: bool = False) -> None:
+        """Write importance weights (B,), divided by the largest of the batch or of the memory."""
+        smallest = self.smallest if by_memory else self.leaves.min()
+        weigh_kernel(self.leaves, float(smallest), float(beta), weights)
+
+    def gather(
+        self, store: ChunkStore, batch: Batch, beta: float, *, by_memory: bool = False
+    ) -> int:
+        """Copy the rows into `batch`, with weights and keys. Returns how many are torn.
+
+        A torn row was overwritten during the copy: weight 0, key -1.
+        """
+        batch.indices[:] = self.indices
+        self.weigh(batch.weights, beta, by_memory=by_memory)
+        torn = store.gather(self.keys, batch.layout, batch.memory, batch.keys)
+        if torn:
+            batch.weights[batch.keys == NO_KEY] = 0.0
+        return torn

@@ -1,0 +1,228 @@
+"""Collects what roles report to their parent, and checks the run's limits."""
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Self
+
+import psutil
+
+from zapex.checkpoints import file as checkpoint
+from zapex.errors import ConfigError
+from zapex.host.metrics import Role
+from zapex.host.plan import FENCED, NEWS, OVER
+from zapex.machine.disk import why_not_written
+from zapex.run import directory
+from zapex.run.run import Run
+from zapex.shm_transport import HostMemory
+from zapex.watch import recorders
+from zapex.watch.curve import draw
+from zapex.watch.monitor import Monitor
+from zapex.watch.report import Evaluation, Recorder, RunFacts
+from zapex.watch.summary import summary, summary_of_part
+from zapex.watch.terminal import LivePicture, open_view, print_lines
+
+_SAVED_BY: dict[Role, str] = {"learner": "checkpoints", "evaluator": "the best network"}
+_FIRSTS = {"first_step_s": ("actor", "steps"), "first_batch_s": ("learner", "batches")}
+
+
+def command_started_ns() -> int:
+    """The start of this process, on the clock of `time.perf_counter_ns`."""
+    age_s = time.time() - psutil.Process().create_time()
+    return time.perf_counter_ns() - int(age_s * 1e9)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a run, or this host's part of it, ends; without a reason it continues.
+
+    over: a limit is reached, so the run ends on every host. again: this host must join again.
+    """
+
+    reason: str = ""
+    failed: bool = False
+    over: bool = False
+    again: bool = False
+
+
+class Collector:
+    """Reads what roles report and gives it to a monitor, which it closes on an exception."""
+
+    def __init__(self, run: Run, host: HostMemory, base: dict[str, float]) -> None:
+        self.run, self.host, self.base = run, host, base
+        self.started_ns = command_started_ns()
+        self.ending = Ending()
+        self.deaths: list[str] = []
+        self._unsaved: dict[str, int] = {}
+        self._firsts: dict[str, float] = {}
+        plan = host.plan
+        every = [f"episodes {i}" for i in range(plan.actors)]
+        names = ["episodes"] if "episodes" in plan.rings else every
+        self._episodes = [host.ring(name).consumer() for name in names]
+        self._new_episodes = host.used_rings(names)
+        self._evaluations, self._notices = (
+            host.ring(name).consumer() if name in plan.rings else None
+            for name in ("evaluations", "notices")
+        )
+        view = open_view(run.config.run.plain)
+        self._live = isinstance(view, LivePicture)
+        written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
+        settings = run.config.shared(replays=run.part.holds_replay)
+        if run.part.learns:
+            written.append(recorders.TensorBoard(run.run_dir, settings))
+        if run.part.learns and run.config.run.track:
+            written.append(recorders.WeightsAndBiases(run.run_dir, settings))
+        every_role = plan.roles + plan.elsewhere
+        self._blocks = [(role, host.metrics(name)) for name, role in every_role]
+        self._savers = [(r, b) for r, b in self._blocks if run.part.learns and r in _SAVED_BY]
+        self.monitor = Monitor(
+            self._facts(),
+            [(name, host.metrics(name)) for name, _ in every_role],
+            view,
+            written,
+            evaluations=directory.evaluations(run.run_dir) if base else (),
+            elsewhere={role for _, role in plan.elsewhere},
+        )
+
+    def _facts(self) -> RunFacts:
+        run, plan = self.run, self.host.plan
+        config, spec, membership = run.config, run.spec, run.membership
+        column = plan.replay.schema.columns["obs"]
+        where = "at" if run.part.listens else "of the replay at"
+        return RunFacts(
+            environment=spec.env_id,
+            preset=config.run.preset,
+            part=f"{membership.part} {where} {membership.url}" if membership is not None else "",
+            resume=shlex.join([*run.command, "--resume", str(run.run_dir)]),
+            run_dir=run.run_dir,
+            streams=config.streams if "actor" in run.part.roles else run.streams,
+            greedy_stream=run.streams - 1,
+            plain_transition_bytes=2 * column.stack * column.item_bytes + 21,
+            shared_bytes=plan.nbytes + plan.experience_bytes,
+            started_ns=self.started_ns,
+            max_wall_s=60 * config.run.max_minutes,
+            max_frames=config.run.max_frames,
+            base=self.base,
+            references=spec.references,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:  # in every case the terminal is restored
+            self.monitor.close()
+
+    def collect(self) -> None:
+        """Read new episodes and evaluations, and note which roles have begun to work."""
+        for first, (wanted, counter) in _FIRSTS.items():
+            if first in self._firsts:
+                continue
+            if any(block.value(counter) for role, block in self._blocks if role == wanted):
+                self._firsts[first] = (time.perf_counter_ns() - self.started_ns) / 1e9
+        self._look_at_saves()
+        for i in self._new_episodes.find():
+            episodes = self._episodes[i]
+            self.monitor.add_episodes(episodes.take(episodes.ring.capacity))
+        if self._evaluations is not None:
+            for record in self._evaluations.take(self._evaluations.ring.capacity):
+                returns, version = tuple(record["returns"].tolist()), int(record["params_version"])
+                at = int(record["steps"]), int(record["frames"]), float(record["wall_s"])
+                self._add_evaluation(Evaluation(returns, version, *at))
+
+    def _look_at_saves(self) -> None:
+        """Tell once that the disk refuses what a role saves, and once that it no longer does."""
+        for role, block in self._savers:
+            code, what = int(block.value("unsaved")), _SAVED_BY[role]
+            if code == self._unsaved.get(role, 0):
+                continue
+            self._unsaved[role] = code
+            text = f"{what} cannot be written: {why_not_written(code, self.run.run_dir)}"
+            again = "training goes on in memory, and it is tried again"
+            self.monitor.message(f"{text}; {again}" if code else f"{what} can be written again")
+
+    def _add_evaluation(self, evaluation: Evaluation) -> None:
+        self.monitor.add_evaluation(evaluation)
+        self.monitor.message(
+            f"evaluation: mean return {evaluation.mean:g} over {len(evaluation.returns)} games"
+        )
+        target = self.run.config.run.stop_at_return
+        if target is not None and evaluation.mean >= target:
+            self.end(f"the mean return of an evaluation reached {target:g}", over=True)
+
+    def take_notices(self) -> None:
+        """Read the notices of the role with the link."""
+        if self._notices is None:
+            return
+        for record in self._notices.take(self._notices.ring.capacity):
+            kind, text = int(record["kind"]), bytes(record["text"]).decode(errors="replace")
+            if kind == NEWS:
+                self.monitor.message(text)
+            elif self.ending.reason:
+                continue
+            elif kind == OVER:
+                self.end(f"the run is over: {text}")
+            elif kind == FENCED and self.run.part.rejoins:
+                self.end(f"{text}; joining again", again=True)
+            else:
+                self.end(text, failed=True)
+
+    def has_ended(self, name: str) -> None:
+        """A role has ended with its work done, although nothing asked it to end."""
+        if self._notices is None:
+            self.monitor.message(f"{name} ended")
+            return
+        self.take_notices()  # its last notices
+        if not self.ending.reason:
+            where = f"{self.run.run_dir}/logs"
+            self.end(f"{name} ended without a message: see {where}", failed=True)
+
+    def end(self, reason: str, **more: bool) -> None:
+        """The run ends. more: the other fields of an Ending."""
+        self.ending = replace(self.ending, reason=reason, **more)
+
+    def check_limits(self, frames: float, wall_s: float) -> None:
+        """End the run if one of its limits is reached; only the learner's host checks limits."""
+        limits = self.run.config.run
+        if self.ending.reason or not self.run.part.learns:
+            return
+        if limits.max_frames and frames >= limits.max_frames:
+            self.end(f"{limits.max_frames:,} frames are played", over=True)
+        elif limits.max_minutes and wall_s >= 60 * limits.max_minutes:
+            self.end(f"{limits.max_minutes:g} minutes are over", over=True)
+
+    def finish(self) -> Ending:
+        """Record the last state and print the summary."""
+        run, run_dir, spec = self.run.config.run, self.run.run_dir, self.run.spec
+        reason, snapshot = self.ending.reason, self.monitor.close()
+        if self._live:  # the picture had room only for their first lines
+            print("".join(f"{death}\n" for death in self.deaths), end="", file=sys.stderr)
+        if any(self._unsaved.values()) or self.monitor.unwritten:
+            self.end(reason, failed=True)
+        try:
+            recorders.write_result(run_dir, snapshot, reason, seed=run.seed, startup=self._firsts)
+        except OSError as error:
+            self._not_written(recorders.RESULT_FILE, error)
+        if not self.run.part.learns:
+            print_lines(summary_of_part(snapshot, reason), run.plain)
+            return self.ending
+        picture = None
+        try:
+            title = f"{spec.env_id}, preset {run.preset}, seed {run.seed}"
+            picture = draw(run_dir, references=spec.references, title=title)
+        except ConfigError as error:  # no matplotlib, or no game ended yet
+            print(f"no learning curve: {error}")
+        except OSError as error:
+            self._not_written("the learning curve", error)
+        saved = checkpoint.latest(run_dir) is not None
+        code = self._unsaved.get("learner", 0)
+        unsaved = code and f"what was learned last: {why_not_written(code, run_dir)}"
+        print_lines(summary(snapshot, reason, picture, saved, unsaved or ""), run.plain)
+        return self.ending
+
+    def _not_written(self, what: str, error: OSError) -> None:
+        """The run has failed to write something at its end."""
+        why = why_not_written(error.errno or 0, self.run.run_dir)
+        print(f"{what} cannot be written: {why}", file=sys.stderr)
+        self.end(self.ending.reason, failed=True)

@@ -1,0 +1,104 @@
+"""A run's directory: one process trains in it, and a resumed run takes its counters from it."""
+
+import contextlib
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zapex.checkpoints import file as checkpoint
+from zapex.errors import ConfigError
+from zapex.machine.disk import replace_whole
+from zapex.run.run import Run
+from zapex.watch import recorders
+from zapex.watch.report import Evaluation
+
+_LOCK_FILE = ".lock"  # the kernel frees the lock with its process; the file stays
+
+
+@contextlib.contextmanager
+def opened(run: Run) -> Iterator[tuple[Run, dict[str, float]]]:
+    """Make the directory of a new run, or take that of one to resume; hold it for this process.
+
+    Yields the run, and its counters so far, empty for a new one.
+    Raises ConfigError if another process trains in it.
+    """
+    run_dir, resumed = run.run_dir, bool(run.config.run.resume)
+    run_dir.mkdir(parents=True, exist_ok=resumed)
+    with _held(run_dir):
+        base = counters(run_dir) if resumed else {}
+        path, text = run_dir / "config.toml", run.config.to_toml().encode()
+        if not resumed or path.read_bytes() != text:
+            replace_whole(path, [text])
+        if base:
+            print(_where(run, base))
+        yield replace(run, steps_before=int(base.get("steps", 0))), base
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Iterator[None]:
+    lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(lock, 20, 0).decode(errors="replace") or "unknown"
+            raise ConfigError(
+                f"{run_dir} is being trained by process {pid}: end that process first, or start a "
+                "new run"
+            ) from None
+        with contextlib.suppress(OSError):  # on a full disk the number is missing, not the lock
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def counters(run_dir: Path) -> dict[str, float]:
+    """The counters that a resumed run begins with: none is below one that was ever stored.
+
+    The newest checkpoint has those of the parameters. Where metrics.jsonl has larger ones, the run
+    was killed later: that was played, but what was learned from it is lost.
+    """
+    base = recorders.read_base(run_dir)
+    for path in (checkpoint.latest(run_dir), checkpoint.best(run_dir)):
+        if path is not None:
+            state = checkpoint.load(path).state
+            found = _totals(state) | {"params_version": state.get("params_version")}
+            recorders.raise_to(base, found)
+    return base
+
+
+def evaluations(run_dir: Path) -> list[Evaluation]:
+    """All evaluations of a run so far; after a kill the best may be in its checkpoint alone."""
+    found = recorders.read_evaluations(run_dir)
+    best = checkpoint.best(run_dir)
+    state = checkpoint.load(best).state if best is not None else {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # of a version that stored less
+        returns = tuple(float(x) for x in state["returns"])
+        totals, version = _totals(state), int(state["params_version"])
+        at = int(totals["steps"]), int(totals["frames"]), float(totals["wall_s"])
+        one = Evaluation(returns, version, *at)
+        if math.isfinite(one.mean) and one.mean > max((e.mean for e in found), default=-math.inf):
+            found.append(one)
+    return found
+
+
+def _totals(state: Mapping[str, Any]) -> dict[str, Any]:
+    totals = state.get("totals")
+    return totals if isinstance(totals, dict) else {}
+
+
+def _where(run: Run, base: Mapping[str, float]) -> str:
+    """Where a resumed run is."""
+    text = f"going on at {base['frames']:,.0f} frames"
+    newest = checkpoint.latest(run.run_dir)
+    learned = _totals(checkpoint.load(newest).state).get("frames") if newest else None
+    if newest is not None and isinstance(learned, (int, float)) and learned < base["frames"]:
+        text += f" with {newest.stem}, of {learned:,.0f} frames: what was learned later is lost"
+    starts = run.config.replay.learning_starts
+    return f"{text}; the replay is refilled first: learning starts after {starts:,} transitions"

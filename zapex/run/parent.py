@@ -1,0 +1,153 @@
+"""The parent of a run's processes on one host: owns the memory, starts roles and ends them."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import numpy as np
+
+from zapex.host.plan import NOTICE
+from zapex.machine import numa
+from zapex.machine.segment import Populator, Segment
+from zapex.processes.restarts import Died, Event, Exited, GaveUp, ProcessSpec, Started
+from zapex.processes.supervisor import Supervisor
+from zapex.run.child import Order
+from zapex.run.collector import Collector, Ending
+from zapex.run.run import Run
+from zapex.run.topology import thread_environment
+from zapex.shm_transport import HostMemory
+
+_TICK_S = 0.1
+_FAREWELL_S = 10.0  # the replay waits six seconds for hosts that do not answer
+_GRACE_S = 3.5  # of the five seconds within which all ends, the curve included
+
+
+def run_processes(run: Run, base: dict[str, float]) -> Ending:
+    """Start the roles, watch them, and end them within five seconds of a request."""
+    plan = run.plan
+    with contextlib.ExitStack() as held:
+        control = held.enter_context(Segment.create("zapex-control", plan.nbytes))
+        eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in plan.roles]
+        for fd in eventfds:
+            held.callback(os.close, fd)
+        fds, slots = [control.fd], np.empty(0, np.uint8)
+        populator = None
+        if plan.experience_bytes:
+            huge, spread = run.config.replay.huge_pages, run.config.run.numa == "interleave"
+            with numa.interleaved(spread and huge):  # other memory is reserved beside the start
+                experience = held.enter_context(
+                    Segment.create(
+                        "zapex-experience", plan.experience_bytes, huge_pages=huge, reserve=False
+                    )
+                )
+            slots, populator = experience.buffer, Populator(experience, interleave=spread)
+            fds.append(experience.fd)
+        host = HostMemory(plan, control.buffer, slots, eventfds, create=True)
+        control.populate()
+        blocks = {name: host.metrics(name) for name, _ in plan.roles}
+        with (
+            Supervisor(
+                on_death=lambda event: host.set_incarnation(event.name, 0),
+                is_up=lambda name, pid: blocks[name].pid == pid,
+            ) as supervisor,
+            Collector(run, host, base) as collector,
+        ):
+            supervisor.install_signal_handlers()
+            try:
+                for spec in _process_specs(collector, fds):
+                    _tell(collector, supervisor.start(spec))
+                if populator is not None:
+                    populator.start()
+                _watch(supervisor, collector, populator)
+            finally:
+                for event in supervisor.shutdown(_GRACE_S):
+                    _tell(collector, event)
+                if populator is not None:
+                    populator.stop()
+            collector.collect()
+    return collector.finish()
+
+
+def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec]:
+    """fds: descriptors of the shared memory, the control block's first."""
+    run, eventfds = collector.run, list(collector.host.eventfds)
+    config = run.config
+    logs = run.run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    threads = {"actor": config.actor.actor_threads, "learner": run.most_learner_threads()}
+    for name, role in run.processes:
+        order = Order(
+            name=name,
+            config=config.to_dict(),
+            spec=asdict(run.spec),
+            run_dir=str(run.run_dir),
+            control_fd=fds[0],
+            experience_fd=fds[1] if len(fds) > 1 else -1,
+            eventfds=eventfds,
+            base=collector.base,
+            started_ns=collector.started_ns,
+            membership=asdict(run.membership) if run.membership is not None else None,
+            wrap=run.wrap,
+        )
+        yield ProcessSpec(
+            name=name,
+            argv=[sys.executable, "-P", "-m", "zapex.run.birth", order.to_json()],
+            pass_fds=[*fds, *eventfds],
+            env=thread_environment(threads.get(role, 1)),
+            restart=True,
+            log_path=logs / f"{name.replace(' ', '-')}.log",
+        )
+
+
+def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | None) -> None:
+    """Watch until the run ends, or a signal ends it."""
+    learns, host = collector.run.part.learns, collector.host
+    while not collector.ending.reason:
+        for event in supervisor.poll(_TICK_S):
+            _tell(collector, event)
+        if populator is not None and populator.error is not None:
+            collector.end(str(populator.error), failed=True)
+        collector.collect()
+        collector.take_notices()
+        snapshot = collector.monitor.tick()
+        if snapshot is not None:
+            # The learner could not save a run that ended before it works.
+            works = not learns or host.metrics("learner").pid
+            frames = snapshot.totals["frames"] if works else 0.0
+            collector.check_limits(frames, snapshot.wall_s)
+        if supervisor.stop_signal is not None:
+            collector.end(f"stopped by {supervisor.stop_signal.name}")
+    if collector.ending.over and "endings" in host.plan.rings:
+        _let_the_replay_tell(supervisor, collector)
+
+
+def _let_the_replay_tell(supervisor: Supervisor, collector: Collector) -> None:
+    """Let this host's replay tell the other hosts that the run is over. Then it ends by itself."""
+    record = np.zeros(1, NOTICE)
+    record["text"] = collector.ending.reason.encode()
+    collector.host.ring("endings").producer().try_offer(record)
+    deadline_s = time.monotonic() + _FAREWELL_S
+    while time.monotonic() < deadline_s and supervisor.stop_signal is None:
+        for event in supervisor.poll(_TICK_S):
+            _tell(collector, event)
+            if isinstance(event, Exited) and event.name == "replay":
+                return
+        collector.collect()
+
+
+def _tell(collector: Collector, event: Event) -> None:
+    """Tell the roles and the user what happened to a process; the run may end."""
+    if isinstance(event, Started):
+        collector.host.set_incarnation(event.name, event.incarnation)
+    elif isinstance(event, Exited):
+        if not collector.ending.reason:
+            collector.has_ended(event.name)
+    else:
+        collector.monitor.message(str(event))
+        if isinstance(event, Died):
+            collector.deaths.append(str(event))
+        if isinstance(event, GaveUp):
+            collector.end(str(event), failed=True)

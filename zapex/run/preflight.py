@@ -1,0 +1,354 @@
+"""What this machine must have for a run, what it has, and the command that fixes it.
+
+    findings = check(required_bytes=layout_bytes, processes=4, cuda_visible_devices=...)
+    demand(findings)              # before any process starts: one clear ConfigError
+    doctor(findings)              # or a table of all
+
+It reads and tries, and changes nothing but this process's limit of open files; it imports neither
+torch nor numba.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zapex.config.presets import PROCESS_BYTES
+from zapex.errors import ConfigError, PeerError, Refused, ZapexError
+from zapex.fstack.loop import Setup
+from zapex.host.parts import PARTS, PartName
+from zapex.machine.gpu import Gpu
+from zapex.machine.resources import Machine, memory_fact, open_files_limit, tasks_room
+from zapex.net import addresses
+
+_PROCESS_ADDRESSES_BYTES = 4 << 30  # libraries and stacks map far more than they touch
+_DESCRIPTORS = 96  # segments, sockets, logs, recorders, what libraries open
+_DESCRIPTORS_PER_PROCESS = 2  # the parent has a pidfd and an eventfd of each
+_THREADS_PER_PROCESS = 8  # of the libraries, the emulators, the terminal
+_MADV_POPULATE_WRITE = 23
+_ANSWER_S = 5.0
+_LIMITS = {
+    errno.EMFILE: "raise the limit of open files, `ulimit -n`",
+    errno.ENFILE: "the whole machine has too many open files",
+    errno.EAGAIN: "too many processes: raise `ulimit -u`, or in a container --pids-limit",
+    errno.ENOMEM: "no memory for another process",
+    errno.ENOSPC: "the disk of the run's directory is full",
+}
+_UNCONFINED = "in a container: docker run --security-opt seccomp=unconfined"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was checked. `mend` is also given if enough could be better."""
+
+    what: str
+    found: str
+    enough: bool
+    needed: str = ""
+    mend: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", "could be better" or "lacking"."""
+        if not self.enough:
+            return "lacking"
+        return "could be better" if self.mend else "ok"
+
+    def __str__(self) -> str:
+        needed = f"; needed: {self.needed}" if self.needed and self.verdict != "ok" else ""
+        mend = f"; to mend it: {self.mend}" if self.mend else ""
+        return f"{self.what}: {self.found}{needed}{mend}"
+
+
+def check(
+    required_bytes: int,
+    processes: int,
+    *,
+    cuda_visible_devices: str | None = None,
+    huge_pages: bool = False,
+    cuda: bool = False,
+    gpu: Gpu | None = None,
+    root: Path = Path("/"),
+) -> list[Finding]:
+    """Check all that a run needs of the machine.
+
+    required_bytes: shared memory of the run. processes: all of it, the parent too.
+    cuda_visible_devices: the environment variable of that name, if it is set.
+    huge_pages, cuda: whether the run asks for them. gpu: what torch says; None: it was not asked,
+    because no role would use a GPU. root: the directory of /proc, /sys and /dev.
+    """
+    machine = dataclasses.replace(Machine.look(cuda_visible_devices, root), gpu=gpu)
+    return [
+        # Huge pages are reserved: free memory does not include them.
+        _memory(machine, (0 if huge_pages else required_bytes) + processes * PROCESS_BYTES),
+        _dev_shm(root),
+        *_limits(required_bytes, processes),
+        _tasks(processes, root),
+        _cores(machine, processes),
+        _huge_pages(required_bytes, huge_pages, root),
+        *_kernel(),
+        _kernel_cache(),
+        _cuda(machine, cuda_visible_devices, cuda, root),
+    ]
+
+
+def check_link(
+    part: PartName,
+    url: str,
+    keys: str,
+    insecure_network: bool,
+    timeout_s: float = _ANSWER_S,
+    fstack: Setup | None = None,
+) -> list[Finding]:
+    """Check what one host of several also needs: its keys, and the address of the replay.
+
+    url: where it listens, or where the replay does. fstack: what fstack:// needs. Raises
+    ConfigError for an invalid URL.
+    """
+    from zapex.net.keys import Security
+    from zapex.net.listener import check_free
+
+    flag, role = f"--{PARTS[part].address}", PARTS[part].linked or ""
+    address = addresses.parse(url, flag)
+    wanted = f"{role}.key and public.json, or an address of this machine"
+    try:
+        Security.load(keys, role, insecure_network).check(url, flag)
+        own = Finding("keys", f"{role}.key in {keys}" if keys else "none", True, wanted)
+    except ConfigError as error:
+        own = Finding("keys", "not usable", False, wanted, str(error))
+    try:
+        if PARTS[part].listens:
+            check_free(url, fstack)
+            return [own, Finding("address", f"{url} is free", True)]
+        addresses.check_known(address)
+    except ConfigError as error:
+        return [own, Finding("address", "cannot be used", False, url, str(error))]
+    answer = _answer(address, bool(keys), timeout_s)
+    if keys and own.enough and answer.enough and not _admits(url, keys, role, timeout_s):
+        found = f"does not admit the key in {keys}"
+        mend = f"copy {role}.key and public.json from the replay's own `zapex keygen` directory"
+        return [own, Finding("replay", found, False, "keys of one set", mend)]
+    return [own, answer]
+
+
+def _admits(url: str, keys: str, role: str, timeout_s: float) -> bool:
+    """Whether a replay answers to this key. Its hello must be refused: a role may already run."""
+    from zapex.net.keys import Security
+    from zapex.net.link import ZmqLink
+
+    security = Security.load(keys, role, False)
+    link = ZmqLink(url, role, 1, 1, None, {}, security, schema_hash=0)
+    try:
+        link.open(timeout_s)
+    except Refused:
+        return True
+    except PeerError:
+        return False
+    finally:
+        link.close()
+    return True
+
+
+def _answer(address: addresses.Address, encrypted: bool, timeout_s: float) -> Finding:
+    """Whether a replay answers and expects the keys that this host has."""
+    needed = "a replay " + ("with keys" if encrypted else "without keys")
+    try:
+        found = addresses.mechanism(address, timeout_s)
+    except ConnectionError as error:
+        mend = f"start `zapex replay --listen` at {address.url}, and look for firewalls between"
+        return Finding("replay", str(error), False, needed, mend)
+    has_keys = found == "CURVE"
+    mend = "leave --keys out" if encrypted else "give --keys DIR, of `zapex keygen`"
+    return Finding(
+        "replay",
+        "answers, and has " + ("keys" if has_keys else "no keys"),
+        has_keys == encrypted,
+        needed,
+        "" if has_keys == encrypted else mend,
+    )
+
+
+def demand(findings: Sequence[Finding]) -> None:
+    """Raise ConfigError with all that is lacking, if anything is."""
+    wrong = [str(finding) for finding in findings if not finding.enough]
+    if wrong:
+        raise ConfigError("this machine has too little for the run. " + ". ".join(wrong))
+
+
+@contextlib.contextmanager
+def limits_told() -> Iterator[None]:
+    """Turn a limit of the system that the run hits into one clear error, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ZapexError) or error.errno not in _LIMITS:
+            raise
+        raise ZapexError(f"{error.strerror}: {_LIMITS[error.errno]}; see `zapex doctor`") from error
+
+
+def doctor(findings: Sequence[Finding]) -> int:
+    """Print the findings as a table. Returns the exit code: 1 if something is lacking."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "could be better": "yellow", "lacking": "bold red"}
+    table = Table(box=box.SIMPLE)
+    for heading in ("", "what", "found", "needed"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        verdict = Text(finding.verdict, style=colours[finding.verdict])
+        table.add_row(verdict, finding.what, Text(finding.found), Text(finding.needed))
+    Console().print(table)
+    for finding in findings:
+        if finding.mend:  # not in the table, where a wrapped command could not be copied
+            print(f"{finding.what}: {finding.mend}")
+    wrong = [finding.what for finding in findings if not finding.enough]
+    print("Lacking: " + ", ".join(wrong) if wrong else "Everything that is needed is there.")
+    return 1 if wrong else 0
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _memory(machine: Machine, needed_bytes: int) -> Finding:
+    free_bytes = machine.memory_bytes
+    enough = free_bytes >= needed_bytes
+    mend = ""
+    if not enough:
+        share = max(0, 90 * free_bytes // needed_bytes)
+        mend = (
+            f"lower --capacity to {share} % of what it is; "
+            f"in a container: docker run --memory {(needed_bytes >> 30) + 2}g"
+        )
+    return Finding("memory", f"{_gib(free_bytes)} free", enough, _gib(needed_bytes), mend)
+
+
+def _dev_shm(root: Path) -> Finding:
+    try:
+        found = f"{_gib(shutil.disk_usage(root / 'dev/shm').free)} free"
+    except OSError:
+        found = "none"
+    return Finding("/dev/shm", found, True, "none: the replay is in a memfd, which is memory")
+
+
+def _limits(required_bytes: int, processes: int) -> Iterator[Finding]:
+    """Limits of `ulimit`: descriptors, address space, and file size, also of a memfd."""
+    descriptors = _DESCRIPTORS + _DESCRIPTORS_PER_PROCESS * processes
+    addresses = required_bytes + _PROCESS_ADDRESSES_BYTES
+    open_files_limit()
+    for what, name, option, unit, needed in (
+        ("open files", "NOFILE", "n", 1, descriptors),
+        ("address space", "AS", "v", 1024, addresses),
+        ("file size", "FSIZE", "f", 1024, required_bytes),
+    ):
+        soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        enough = soft == resource.RLIM_INFINITY or soft >= needed
+        mend = ""
+        if not enough and (hard == resource.RLIM_INFINITY or hard >= needed):
+            mend = f"ulimit -S{option} {-(-needed // unit)}"
+        elif not enough:
+            mend = f"sudo prlimit --pid $$ --{name.lower()}={needed}:{needed}"
+        shown = str if unit == 1 else _gib
+        found = "unlimited" if soft == resource.RLIM_INFINITY else shown(soft)
+        yield Finding(what, found, enough, shown(needed), mend)
+
+
+def _tasks(processes: int, root: Path) -> Finding:
+    """A container's limit; a user's limit counts all processes of that user, wherever they run."""
+    room, needed = tasks_room(root), _THREADS_PER_PROCESS * processes
+    found = "unlimited" if room is None else f"{room} more may be started"
+    enough = room is None or room >= needed
+    mend = "" if enough else "in a container: docker run --pids-limit -1"
+    return Finding("processes", found, enough, f"{needed}, threads included", mend)
+
+
+def _cores(machine: Machine, processes: int) -> Finding:
+    present = os.cpu_count() or machine.cores
+    mend = ""
+    if machine.cores < 2 <= present:
+        mend = f"taskset -apc 0-{present - 1} $$; in a container: docker run --cpus {present}"
+    threads = f", of {machine.smt} threads each," if machine.smt > 1 else ""
+    found = f"{machine.cores}{threads} may be used of {present} hardware threads"
+    # The parent and the replay sleep most of the time; actors and the learner do not.
+    return Finding("cores", found, True, f"2 for {processes} processes to be quick", mend)
+
+
+def _huge_pages(required_bytes: int, asked_for: bool, root: Path) -> Finding:
+    page_bytes = memory_fact("Hugepagesize", root)
+    free = memory_fact("HugePages_Free", root)
+    found = f"{free} free of {page_bytes >> 20} MiB each" if page_bytes else "none in this kernel"
+    if not asked_for:
+        return Finding("huge pages", found, True, "none: they are not asked for")
+    needed = -(-required_bytes // page_bytes) if page_bytes else 0
+    enough = page_bytes > 0 and free >= needed
+    mend = "" if enough else f"sudo sysctl vm.nr_hugepages={needed}"
+    return Finding("huge pages", found, enough, str(needed), mend)
+
+
+def _kernel() -> Iterator[Finding]:
+    """Try features instead of comparing versions: a sandbox may forbid what the kernel has."""
+    release = f"Linux {os.uname().release}"
+    seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    for what, since in (("memfd", "3.17"), ("pidfd", "5.3"), ("eventfd", "2.6.27")):
+        descriptor = -1
+        try:
+            if what == "memfd":
+                descriptor = os.memfd_create("zapex doctor", os.MFD_ALLOW_SEALING)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seal)
+            elif what == "pidfd":
+                descriptor = os.pidfd_open(os.getpid())
+            else:
+                descriptor = os.eventfd(0)
+            yield Finding(what, "works", True)
+        except OSError as error:
+            refused = f"{release} refuses: {error.strerror}"
+            yield Finding(what, refused, False, f"Linux {since} or newer", _UNCONFINED)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            page.madvise(_MADV_POPULATE_WRITE)
+            yield Finding("populate", "works", True)
+        except OSError:
+            # Without it pages are touched one by one.
+            yield Finding("populate", f"not in {release}", True, "Linux 5.14 for a quicker start")
+
+
+def _kernel_cache() -> Finding:
+    from zapex.machine import jit
+
+    if jit.CACHE_DIRECTORY is not None:
+        return Finding("kernel cache", str(jit.CACHE_DIRECTORY), True)
+    found = "no directory can be written: kernels are compiled at every start"
+    mend = "mkdir -p -m 700 ~/.cache && chmod u+w ~/.cache, or export XDG_CACHE_HOME=DIRECTORY"
+    return Finding("kernel cache", found, True, "a directory of your own", mend)
+
+
+def _cuda(
+    machine: Machine, cuda_visible_devices: str | None, required: bool, root: Path
+) -> Finding:
+    instead = ", or --device cpu" if required else ""
+    if machine.gpus:
+        gpu, needed = machine.gpu, "one that torch can use" if required else "none"
+        if gpu is None:
+            return Finding("GPU", f"{machine.gpus} NVIDIA GPU(s); no role asks for one", True)
+        mend = gpu.mend and gpu.mend + instead
+        return Finding("GPU", str(gpu), not (gpu.problem and required), needed, mend)
+    hidden = Machine.look(None, root).gpus
+    if hidden:
+        found = f"{hidden}, hidden by CUDA_VISIBLE_DEVICES={cuda_visible_devices}"
+        mend = f"unset CUDA_VISIBLE_DEVICES{instead}"
+        return Finding("GPU", found, not required, "one" if required else "none", mend)
+    if required:
+        return Finding("GPU", "none", False, "one, for --device cuda", "--device cpu, or auto")
+    return Finding("GPU", "none", True, "none: the learner uses the CPU")

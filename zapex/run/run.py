@@ -1,0 +1,241 @@
+"""One run as one host sees it, as data: its settings, its memory, and its part."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zapex.agent.architecture import parameter_count
+from zapex.chunks.limits import Limits
+from zapex.config.settings import Config
+from zapex.envs.environments import EnvironmentSpec
+from zapex.fstack.loop import Setup
+from zapex.host.metrics import EPISODE, Role, RoleMetrics
+from zapex.host.parts import PARTS, Part, PartName
+from zapex.host.plan import HostPlan
+from zapex.machine.resources import Machine
+from zapex.replay.core import ReplayLayout
+from zapex.replay.limiter import LimiterConfig
+from zapex.wire.header import Form
+
+if TYPE_CHECKING:
+    from zapex.agent.learning import DQN
+    from zapex.agent.networks import DuelingNetwork
+
+NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How one of several hosts takes part in a run, and what the replay told it when it joined.
+
+    url: of the replay; on the replay's host the address to listen at. keys: a directory of `zapex
+    keygen`; "": none. take_over: a learner replaces one of another host. network_memory_bytes: a
+    bound for messages in flight at the replay. fstack_...: what fstack:// needs, as the flags.
+    host: one number for one join of this host's parent. numbers: the numbers of its actors in
+    the run. total_actors, chunk, epoch: the run's, as in a Welcome.
+    """
+
+    part: PartName
+    url: str
+    keys: str = ""
+    insecure_network: bool = False
+    take_over: bool = False
+    network_memory_bytes: int = 1 << 30
+    fstack_lib: str = ""
+    fstack_conf: str = ""
+    fstack_eal: str = ""
+    host: int = 0
+    numbers: tuple[int, ...] = ()
+    total_actors: int = 0
+    chunk: int = 0
+    epoch: int = 0
+
+    @property
+    def fstack(self) -> Setup:
+        """What F-Stack is started with, if `url` asks for it."""
+        return Setup(self.fstack_lib, self.fstack_conf, self.fstack_eal)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on one host: what each process must know."""
+
+    config: Config
+    spec: EnvironmentSpec
+    run_dir: Path
+    steps_before: int = 0  # before the run was resumed
+    membership: Membership | None = None  # None: the host has all of it
+    wrap: str = ""  # "module:function" that takes the learner's DQN and returns one to use instead
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words of the command that runs this host's part, without the run's settings."""
+        if self.membership is None:
+            return ("zapex", "train")
+        part, membership = self.part, self.membership
+        words = ["zapex", *part.words, f"--{part.address}", membership.url]
+        words += ["--keys", membership.keys] if membership.keys else []
+        if membership.url.startswith("fstack:"):
+            words += ["--fstack-lib", membership.fstack_lib]
+            words += ["--fstack-conf", membership.fstack_conf]
+            words += [f"--fstack-eal={membership.fstack_eal}"] if membership.fstack_eal else []
+        return (*words, *(["--insecure-network"] if membership.insecure_network else []))
+
+    @property
+    def part(self) -> Part:
+        """The part that this host runs."""
+        return PARTS[self.membership.part if self.membership is not None else "all"]
+
+    @property
+    def processes(self) -> list[tuple[str, Role]]:
+        """Name and role of each process that is started on this host."""
+        evaluates = self.config.evaluator.eval_period_s > 0
+        return [(n, role) for n, role in self.plan.roles if role != "evaluator" or evaluates]
+
+    @property
+    def streams(self) -> int:
+        """Streams of the whole run."""
+        joined = self.membership is not None and self.membership.total_actors
+        return (joined or self.config.actor.actors) * self.config.actor.envs_per_actor
+
+    def number(self, actor: int) -> int:
+        """The number of an actor of this host in the whole run."""
+        numbers = self.membership.numbers if self.membership is not None else ()
+        return numbers[actor] if numbers else actor
+
+    @property
+    def _layout(self) -> ReplayLayout:
+        config = self.config
+        schema = self.spec.schema(config.replay.n_step, config.replay.gamma)
+        joined = self.membership.chunk if self.membership is not None else 0
+        chunk = joined or config.chunk_transitions
+        if self.part.intake == "relay":
+            # Room for each stream: the chunk being written, one granted ahead and two in flight.
+            return ReplayLayout(schema, 2 * config.streams * chunk, config.streams, chunk)
+        return ReplayLayout(schema, config.replay.capacity, self.streams, chunk)
+
+    @property
+    def plan(self) -> HostPlan:
+        """The layout of the shared memory."""
+        config, spec, part = self.config, self.spec, self.part
+        parameters = parameter_count(
+            spec.observation_shape,
+            np.dtype(spec.observation_dtype),
+            spec.num_actions,
+            config.learner.hidden,
+            config.learner.channels,
+        )
+        joined = self.membership.total_actors if self.membership is not None else 0
+        numbers = joined if "actor" in part.elsewhere else 0
+        return HostPlan(
+            replay=self._layout,
+            actors=numbers or config.actor.actors,
+            envs_per_actor=config.actor.envs_per_actor,
+            batch_size=config.learner.batch_size,
+            prefetch=config.replay.prefetch,
+            parameter_bytes=4 * parameters,
+            beta=config.replay.beta,
+            eval_episodes=config.evaluator.eval_episodes,
+            part=part,
+        )
+
+    @property
+    def form(self) -> Form:
+        """The form of this run's messages."""
+        plan = self.plan
+        return Form(
+            plan.replay.chunk_layout,
+            plan.batch_size,
+            plan.parameter_bytes,
+            RoleMetrics.required_bytes(),
+            EPISODE.itemsize,
+            limits=Limits.of_run(
+                plan.replay.schema,
+                actions=self.spec.num_actions,
+                frames_per_step=self.spec.frames_per_step,
+                clipped=self.config.env.reward_clip,
+            ),
+        )
+
+    @property
+    def limiter(self) -> LimiterConfig:
+        """The samples-per-insert limiter's settings."""
+        config = self.config
+        return LimiterConfig(
+            samples_per_insert=config.replay.samples_per_insert,
+            tolerance=config.limiter_tolerance,
+            min_size_to_sample=config.replay.learning_starts,
+            capacity=config.replay.capacity,
+            grant=config.actor.envs_per_actor * config.chunk_transitions,
+            batch=config.learner.batch_size,
+        )
+
+    @property
+    def relay_limiter(self) -> LimiterConfig:
+        """On an actor host only the replay's credit limits anything."""
+        layout = self._layout
+        grant = self.config.actor.envs_per_actor * layout.chunk
+        return LimiterConfig(
+            samples_per_insert=0, tolerance=0, min_size_to_sample=1, batch=1, grant=grant,
+            capacity=layout.capacity,
+        )  # fmt: skip
+
+    def acting_network(self) -> "DuelingNetwork":
+        """A network with the run's seed, to act or to evaluate with; on the CPU."""
+        from zapex.checkpoints.policy import network_of
+
+        config = self.config
+        precision, seed = config.actor.actor_precision, config.run.seed
+        return network_of(self.spec, config.learner, "cpu", precision, seed)
+
+    def dqn(self) -> "DQN":
+        """The learner's networks and optimiser, newly made."""
+        from zapex.agent.learning import DQN
+        from zapex.checkpoints.policy import network_of
+
+        learner, seed = self.config.learner, self.config.run.seed
+        return DQN(
+            network_of(self.spec, learner, learner.device, learner.precision, seed),
+            lr=learner.lr,
+            optimiser=learner.optimiser,
+            rmsprop_decay=learner.rmsprop_decay,
+            optimiser_eps=learner.optimiser_eps,
+            loss=learner.loss,
+            max_grad_norm=learner.max_grad_norm,
+            target_period=learner.target_period,
+        )
+
+    def most_learner_threads(self) -> int:
+        """The threads given, or the cores that this host's other roles leave to the learner."""
+        config = self.config
+        if config.learner.learner_threads or config.run.inline:  # which must repeat bit for bit
+            return config.learner.learner_threads or 1
+        others = sum(
+            max(config.actor.actor_threads, config.actor.env_threads) if role == "actor" else 1
+            for _, role in self.plan.roles
+            if role not in ("learner", "evaluator")
+        )
+        return max(1, Machine.look().cores - others)
+
+    def seed(self, *part: int) -> np.random.SeedSequence:
+        """Independent random numbers for each part of the run, and for each time it is resumed.
+
+        A host that takes a number over from one that has left must not play its games again.
+        """
+        host = [self.membership.host] if self.membership is not None else []
+        return np.random.SeedSequence([self.config.run.seed, self.steps_before, *host, *part])
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time: real, or counted in duty cycles if a run must repeat bit for bit."""
+
+    now_ns: Callable[[], int] = time.perf_counter_ns
+
+    def now_s(self) -> float:
+        """Seconds, of an arbitrary origin."""
+        return self.now_ns() / 1e9

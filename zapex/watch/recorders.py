@@ -1,0 +1,368 @@
+"""What a run leaves behind in its directory: TensorBoard events, metrics.jsonl, result.json."""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.machine.disk import append_whole
+from zapex.version import __version__
+from zapex.watch.report import TOTALS, Evaluation, Note, Returns, RoleView, RunFacts, Snapshot
+
+METRICS_FILE: Final = "metrics.jsonl"
+SNAPSHOT_FILE: Final = "snapshot.json"
+RESULT_FILE: Final = "result.json"
+_POINTS: Final = 50  # episodes in one write; more are averaged with their neighbours
+
+
+def numbers(snapshot: Snapshot) -> dict[str, float]:
+    """Tag -> value, the same in TensorBoard and metrics.jsonl, without unknown values.
+
+    The tags follow CleanRL. `comm/*` are shares of time by the paper's phases, `phases/*` by all.
+    """
+    totals, rates, returns = snapshot.totals, snapshot.rates, snapshot.returns
+    values = {
+        "charts/SPS": rates["steps"],
+        "charts/FPS": rates["frames"],
+        "charts/frames": totals["frames"],
+        "charts/episodes": totals["episodes"],
+        "charts/episodic_return_last100": returns.all_mean,
+        "charts/episodic_return_greedy_last10": returns.greedy_mean,
+        "replay/samples_per_insert": snapshot.samples_per_insert,
+        "replay/stale_share": snapshot.stale_share,
+        "replay/inserts_per_s": rates["inserted"],
+        "system/cpu_cores": snapshot.cpu_cores,
+        "system/monitor_cpu_cores": snapshot.parent_cpu_cores,
+        "system/host_cpu_share": snapshot.host_cpu_share,
+        "system/memory_bytes": snapshot.memory_bytes,
+    }
+    for label, mean in returns.bands.items():
+        name = label.replace("ε<", "below_0").replace("ε≥", "from_0")
+        values[f"charts/episodic_return_epsilon/{name}"] = mean
+    for role, counts in (("replay", snapshot.replay), ("relay", snapshot.relay)):
+        phases = ("phase/", "cpu/")
+        values |= {f"{role}/{n}": x for n, x in counts.items() if not n.startswith(phases)}
+    if snapshot.learner.get("batches"):
+        names = {"loss": "losses/td_loss", "q_mean": "losses/q_values"}
+        for name in ("loss", "q_mean", "td_abs_mean", "grad_norm", "priority_mean", "priority_max"):
+            values[names.get(name, f"losses/{name}")] = snapshot.learner[name]
+        values["learner/batches"] = totals["batches"]
+        values["learner/batches_per_s"] = rates["batches"]
+        values["learner/samples_per_s"] = rates["samples"]
+        for name in ("params_version", "staleness", "torn_rows"):
+            values[f"learner/{name}"] = snapshot.learner[name]
+    for view in snapshot.roles:
+        values[f"system/{view.role}_cpu_cores"] = view.cpu_cores
+        values |= {f"comm/{view.role}_{name}": share for name, share in view.shares.items()}
+        values |= {f"phases/{view.role}_{name}": share for name, share in view.phases.items()}
+    # TensorBoard stores float32; more digits would only lengthen metrics.jsonl.
+    return {tag: float(f"{x:.7g}") for tag, x in values.items() if math.isfinite(x)}
+
+
+class JsonLines:
+    """metrics.jsonl: a line every few seconds, one for each evaluation; and snapshot.json.
+
+    A resumed run appends. Lines have a "kind": "metrics", "evaluation", or "final" for the last
+    of a session, whose rates are the session's.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._path = run_dir, run_dir / METRICS_FILE
+        # A killed run may have left half a line.
+        whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
+        self._unwritten = b"" if whole else b"\n"
+
+    def write(
+        self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
+    ) -> None:
+        now = time.time()
+        lines: list[dict[str, Any]] = [
+            {"kind": "evaluation", "time": now, **_evaluation_facts(e)} for e in evaluations
+        ]
+        line = {
+            "kind": "final" if snapshot.final else "metrics",
+            "time": now,
+            "wall_s": snapshot.wall_s,
+            **snapshot.totals,
+            **numbers(snapshot),
+        }
+        greedy = episodes[episodes["stream"] == snapshot.facts.greedy_stream]
+        if len(episodes):
+            line["charts/episodic_return"] = float(episodes["game_return"].mean())
+            line["charts/episodic_length"] = float(episodes["steps"].mean())
+        if len(greedy):
+            line["charts/episodic_return_greedy"] = float(greedy["game_return"].mean())
+        lines.append(line)
+        self._unwritten += "".join(json.dumps(x, allow_nan=False) + "\n" for x in lines).encode()
+        self.close()
+        _write_json(self._run_dir / SNAPSHOT_FILE, dataclasses.asdict(snapshot))
+
+    def close(self) -> None:
+        """Write the lines that are not in the file yet."""
+        append_whole(self._path, self._unwritten)
+        self._unwritten = b""
+
+
+class TensorBoard:
+    """TensorBoard events, x axis in steps; in TensorBoard's own format, without its thread.
+
+    settings: name -> value, for the tabs "Text" and "HParams".
+    """
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        self._run_dir, self._settings = run_dir, settings
+        self._records: Any = None
+        self._before: tuple[int, float] | None = None  # time_ns and steps of the last write
+
+    def write(
+        self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
+    ) -> None:
+        if self._records is None:
+            self._open()
+        now_s, steps = time.time(), snapshot.totals["steps"]
+        then_ns, then_steps = self._before or (snapshot.facts.started_ns, 0.0)
+        self._before = (snapshot.time_ns, steps)
+        self._add(now_s, steps, numbers(snapshot))
+        for evaluation in evaluations:
+            self._add(now_s, evaluation.steps, {"eval/episodic_return": evaluation.mean})
+        greedy = episodes[episodes["stream"] == snapshot.facts.greedy_stream]
+        of_all = {"game_return": "charts/episodic_return", "steps": "charts/episodic_length"}
+        of_greedy = {"game_return": "charts/episodic_return_greedy"}
+        for part, tags in ((episodes, of_all), (greedy, of_greedy)):
+            for few in np.array_split(part, min(len(part), _POINTS)) if len(part) else ():
+                time_ns = float(few["time_ns"][-1])
+                # Episodes have a time; the run's steps at that time are interpolated between two
+                # writes.
+                at = np.interp(time_ns, (then_ns, snapshot.time_ns), (then_steps, steps))
+                age_s = max(0.0, (snapshot.time_ns - time_ns) / 1e9)
+                means = {tag: float(few[column].mean()) for column, tag in tags.items()}
+                self._add(now_s - age_s, float(at), means)
+        self.close()
+
+    def close(self) -> None:
+        """Write the events that are not in the file yet."""
+        if self._records is not None:
+            append_whole(self._path, self._unwritten.getvalue())
+            self._unwritten.seek(0)
+            self._unwritten.truncate()
+
+    def _open(self) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._path, self._unwritten = self._run_dir / name, io.BytesIO()
+        self._records = RecordWriter(self._unwritten)
+        first = self._event(wall_time=time.time(), file_version="brain.Event:2")
+        self._records.write(first.SerializeToString())
+        for summary in self._settings_tabs():
+            event = self._event(wall_time=time.time(), summary=summary)
+            self._records.write(event.SerializeToString())
+
+    def _settings_tabs(self) -> "Iterator[Any]":
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        rows = "".join(f"| {name} | {value} |\n" for name, value in self._settings.items())
+        yield text_pb("settings", f"| setting | value |\n|---|---|\n{rows}")
+        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in self._settings.items():
+            stored = start.hparams[name]
+            if isinstance(value, bool):
+                stored.bool_value = value
+            elif isinstance(value, (int, float)):
+                stored.number_value = value
+            else:
+                stored.string_value = str(value)
+        data = plugin_data_pb2.HParamsPluginData(session_start_info=start)
+        tag = metadata.SESSION_START_INFO_TAG
+        value = self._summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
+        yield self._summary(value=[value])
+
+    def _add(self, wall_time_s: float, steps: float, values: dict[str, float]) -> None:
+        scalars = [self._summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+        summary = self._summary(value=scalars)
+        event = self._event(wall_time=wall_time_s, step=int(steps), summary=summary)
+        self._records.write(event.SerializeToString())
+
+
+class WeightsAndBiases:
+    """The numbers of metrics.jsonl in Weights & Biases; x axis in steps."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        self._run_dir, self._settings = run_dir, settings
+        self._run: Any = None
+        with suppress(OSError):  # a full disk: `write` tries again, and its error is reported
+            self._open()
+
+    def _open(self) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project="zapex", name=self._run_dir.name, dir=str(self._run_dir),
+            config=dict(self._settings),
+        )  # fmt: skip
+
+    def write(
+        self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
+    ) -> None:
+        if self._run is None:
+            self._open()
+        values = numbers(snapshot)
+        if len(episodes):
+            values["charts/episodic_return"] = float(episodes["game_return"].mean())
+        if evaluations:
+            values["eval/episodic_return"] = evaluations[-1].mean
+        self._run.log(values, step=int(snapshot.totals["steps"]))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) -> dict[str, Any]:
+    """Write result.json, the run in one object, and return it.
+
+    Args:
+        snapshot: the last one, of `Monitor.close()`.
+        reason: why the run ended, in words.
+        more: further facts, for example the seed; anything that JSON can express.
+    """
+    facts, evaluations = snapshot.facts, snapshot.evaluations
+    best = snapshot.best_evaluation
+    crossings = {
+        name: next((_evaluation_facts(e) for e in evaluations if e.mean >= value), None)
+        for name, value in facts.references.items()
+    }
+    live = snapshot.replay.get("live", 0.0)
+    result = {
+        "environment": facts.environment,
+        "preset": facts.preset,
+        "reason": reason,
+        "wall_s": snapshot.wall_s,
+        **snapshot.totals,
+        "mean_rates_per_s": snapshot.rates,
+        "samples_per_insert": snapshot.samples_per_insert,
+        "stale_share": snapshot.stale_share,
+        "returns": {k: v for k, v in vars(snapshot.returns).items() if k != "greedy_history"},
+        "best": _evaluation_facts(best) if best else None,
+        "last": _evaluation_facts(evaluations[-1]) if evaluations else None,
+        "references": dict(facts.references),
+        "first_crossings": crossings,
+        "evaluations": [_evaluation_facts(e) for e in evaluations],
+        "memory": {
+            "transitions": live,
+            "bytes": snapshot.replay.get("bytes_used", 0.0),
+            "plain_bytes": live * facts.plain_transition_bytes,
+        },
+        "shares_of_time": {view.role: view.phases_total for view in snapshot.roles},
+        "cores": facts.cores,
+        "python": platform.python_version(),
+        "zapex": __version__,
+        **more,
+    }
+    _write_json(run_dir / RESULT_FILE, result)
+    return result
+
+
+def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl; skips one that a killed run left unfinished."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def read_base(run_dir: Path) -> dict[str, float]:
+    """The largest counters that a run has ever written; a resumed run must not fall below them."""
+    base: dict[str, float] = {}
+    for line in read_metrics(run_dir):
+        if line.get("kind") in ("metrics", "final"):
+            raise_to(base, line | {"params_version": line.get("learner/params_version")})
+    return base
+
+
+def raise_to(base: dict[str, float], found: Mapping[str, Any]) -> None:
+    """Raise the counters of `base` to those that are found; what is no number is ignored."""
+    for name in ("wall_s", "params_version", *TOTALS):
+        value = found.get(name)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            base[name] = max(base.get(name, 0.0), float(value))
+
+
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    """All evaluations of a run so far, in their order."""
+    lines = read_metrics(run_dir)
+    return [_evaluation(line) for line in lines if line.get("kind") == "evaluation"]
+
+
+def read_snapshot(run_dir: Path) -> Snapshot:
+    """The last snapshot that a run stored, to draw it again."""
+    stored = json.loads((run_dir / SNAPSHOT_FILE).read_text(encoding="utf-8"))
+    facts = stored["facts"]
+    facts["run_dir"] = facts["run_dir"] and Path(facts["run_dir"])
+    returns: dict[str, Any] = {
+        name: math.nan if value is None else value for name, value in stored["returns"].items()
+    }
+    returns["greedy_history"] = tuple(returns["greedy_history"])
+    return Snapshot(
+        **stored
+        | {
+            "facts": RunFacts(**facts),
+            "returns": Returns(**returns),
+            "roles": tuple(RoleView(**v | {"silent": tuple(v["silent"])}) for v in stored["roles"]),
+            "evaluations": tuple(map(_evaluation, stored["evaluations"])),
+            "messages": tuple(Note(**m) for m in stored["messages"]),
+        }
+    )
+
+
+def _evaluation(stored: Mapping[str, Any]) -> Evaluation:
+    facts = {field.name: stored[field.name] for field in dataclasses.fields(Evaluation)}
+    return Evaluation(**facts | {"returns": tuple(facts["returns"])})
+
+
+def _evaluation_facts(evaluation: Evaluation) -> dict[str, Any]:
+    facts = dataclasses.asdict(evaluation)
+    return facts | {"mean": evaluation.mean, "std": evaluation.std}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write the file whole or not at all: readers never see half a file."""
+    draft = path.with_suffix(".tmp")
+    text = json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """Replace NaN and paths, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

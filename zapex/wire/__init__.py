@@ -1,0 +1,4 @@
+"""Messages as bytes: every field of every message, and no socket.
+
+Imports: chunks, errors, machine, replay.
+"""

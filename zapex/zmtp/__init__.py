@@ -1,0 +1,4 @@
+"""ZeroMQ's protocol without libzmq: connections as state machines, and many of them over sockets.
+
+Imports: errors.
+"""

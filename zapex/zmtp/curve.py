@@ -1,0 +1,290 @@
+"""CURVE: the handshake with keys, and encrypted frames (ZeroMQ's RFC 26), by PyNaCl.
+
+    client                                       server
+    HELLO     C', box of zeros (C' to S)      ->
+              <-  WELCOME   box of S' and a cookie (S to C')
+    INITIATE  cookie, box of C, a vouch       ->
+              and properties (C' to S')
+              <-  READY     box of properties (S' to C')
+    MESSAGE   box of flags and body           <-> (C' to S', S' to C')
+
+C and S are the long-term public keys, C' and S' those of this connection. The cookie holds what the
+server must check in INITIATE; the vouch proves that the client has the secret key of C.
+"""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from zapex.errors import BadMessage, ConfigError
+from zapex.zmtp import frames
+from zapex.zmtp.handshake import Local
+
+KEY_BYTES = 32
+Random = Callable[[int], bytes]
+Admit = Callable[[bytes], str | None]
+"""The user that a client's public key stands for; None: it may not connect."""
+
+_MAC_BYTES, _COOKIE_BYTES = 16, 96
+_VERSION = b"\1\0"
+_MESSAGE = frames.command(b"MESSAGE")
+_MORE, _COMMAND = 1, 2  # the flags inside of a MESSAGE
+_BOX_AT = len(_MESSAGE) + 8  # behind the nonce: a code of 16 bytes, the flags, the body
+_INNER_AT = _BOX_AT + _MAC_BYTES
+_POINTER = "unsigned char[]"
+_OTHER_KEY = "{} cannot be decrypted: another key was used"
+_NOT_ADMITTED = b"400"
+
+
+def _sodium() -> Any:
+    """PyNaCl's functions. Raises ConfigError."""
+    try:
+        from nacl import bindings
+    except ImportError:
+        raise ConfigError(
+            "keys over zmtp:// need PyNaCl, which is not installed: pip install 'zapex[curve]'"
+        ) from None
+    return bindings
+
+
+def check_installed() -> None:
+    """Raise ConfigError if PyNaCl is missing."""
+    _sodium()
+
+
+class _Curve:
+    """What both ends have. sent_as, heard_as: the prefixes of the nonces of messages."""
+
+    name = b"CURVE"
+    as_server = False
+    added_bytes = len(_MESSAGE) + 8 + _MAC_BYTES + 1  # and 8 of the nonce, 1 of the flags
+    sent_as = heard_as = b""
+
+    def __init__(self, local: Local, public: bytes, secret: bytes, random: Random) -> None:
+        self._sodium = _sodium()
+        calls = import_module("nacl.bindings.crypto_box")  # libsodium as those functions call it
+        self._ffi, self._lib = calls.ffi, calls.lib
+        self._local, self._public, self._secret = local, public, secret
+        self._random = random
+        self._own_secret = random(KEY_BYTES)
+        self._own_public = self._sodium.crypto_scalarmult_base(self._own_secret)
+        self._shared = b""  # by both keys of this connection
+        self._sent, self._heard = 0, -1  # nonces
+        self.done, self.refused, self.identity = False, "", b""
+        self.user: str | None = None
+
+    def seal(self, flags: int, body: frames.Buffer) -> tuple[int, frames.Buffer]:
+        """A frame as the body of a MESSAGE, which is sent as a frame without flags."""
+        inner = _MORE if flags & frames.MORE else _COMMAND if flags & frames.COMMAND else 0
+        nonce, sealed = self._next_nonce(), frames.memory(self.added_bytes + len(body))
+        sealed[:_BOX_AT] = _MESSAGE + nonce
+        sealed[_INNER_AT] = inner
+        sealed[_INNER_AT + 1 :] = body
+        # Where it lies: PyNaCl's own functions would copy it three times.
+        start, sodium = self._ffi.from_buffer(_POINTER, sealed), self._lib
+        sodium.crypto_box_easy_afternm(
+            start + _BOX_AT, start + _INNER_AT, len(body) + 1, self.sent_as + nonce, self._shared
+        )
+        return 0, sealed
+
+    def open(self, flags: int, body: frames.Buffer) -> tuple[int, frames.Buffer]:
+        """The inverse; the body becomes what was in it. Raises BadMessage."""
+        if len(body) < self.added_bytes or body[: len(_MESSAGE)] != _MESSAGE:
+            raise BadMessage("a frame is not a MESSAGE of CURVE")
+        nonce = bytes(body[len(_MESSAGE) : _BOX_AT])
+        self._check_nonce(nonce)
+        start = self._ffi.from_buffer(_POINTER, body, require_writable=True)
+        if self._lib.crypto_box_open_easy_afternm(
+            start + _INNER_AT, start + _BOX_AT, len(body) - _BOX_AT, self.heard_as + nonce,
+            self._shared,
+        ):  # fmt: skip
+            raise BadMessage(_OTHER_KEY.format("MESSAGE"))
+        inner = body[_INNER_AT]
+        if inner > _COMMAND:
+            raise BadMessage(f"a MESSAGE has the flags {inner:#04x}, which none may have")
+        flags = frames.MORE if inner == _MORE else frames.COMMAND if inner == _COMMAND else 0
+        return flags, body[_INNER_AT + 1 :]
+
+    def _box(self, prefix: bytes, plain: bytes) -> tuple[bytes, bytes]:
+        """The next nonce, and a box by both keys of this connection."""
+        nonce = self._next_nonce()
+        return nonce, self._sodium.crypto_box_easy_afternm(plain, prefix + nonce, self._shared)
+
+    def _next_nonce(self) -> bytes:
+        self._sent += 1
+        return self._sent.to_bytes(8, "big")
+
+    def _unbox(self, prefix: bytes, nonce: frames.Buffer, box: frames.Buffer, what: str) -> bytes:
+        self._check_nonce(nonce)
+        return self._opened(
+            what,
+            self._sodium.crypto_box_open_easy_afternm,
+            bytes(box),
+            prefix + nonce,
+            self._shared,
+        )
+
+    def _check_nonce(self, nonce: frames.Buffer | bytes) -> None:
+        """Raise BadMessage for a nonce that is not larger than the one before: a repetition."""
+        number = int.from_bytes(nonce, "big")
+        if number <= self._heard:
+            raise BadMessage("a nonce is not larger than the one before it")
+        self._heard = number
+
+    def _opened(self, what: str, function: Callable[..., bytes], *arguments: bytes) -> bytes:
+        """The result of a function of PyNaCl's. Raises BadMessage."""
+        from nacl.exceptions import CryptoError
+
+        try:
+            return function(*arguments)
+        except CryptoError:
+            raise BadMessage(_OTHER_KEY.format(what)) from None
+
+
+def _fields(command: str, data: bytes, *sizes: int) -> list[memoryview]:
+    """Parts of these sizes, and the rest. Raises BadMessage."""
+    if len(data) < sum(sizes):
+        raise BadMessage(f"the command {command} is too short")
+    found, at = [], 0
+    for size in sizes:
+        found.append(memoryview(data)[at : at + size])
+        at += size
+    return [*found, memoryview(data)[at:]]
+
+
+class CurveServer(_Curve):
+    """The end that has the key which clients must know. admit: which clients may connect."""
+
+    as_server = True
+    sent_as, heard_as = b"CurveZMQMESSAGES", b"CurveZMQMESSAGEC"
+
+    def __init__(
+        self, local: Local, public: bytes, secret: bytes, admit: Admit, random: Random = os.urandom
+    ) -> None:
+        super().__init__(local, public, secret, random)
+        self._admit = admit
+        self._cookie_key = random(KEY_BYTES)
+        self._peer = b""  # C'
+        self._next = b"HELLO"
+
+    def start(self) -> list[bytes]:
+        """Nothing: the client begins."""
+        return []
+
+    def take(self, name: bytes, data: bytes) -> list[bytes]:
+        """HELLO, then INITIATE."""
+        if name != self._next:
+            raise BadMessage(f"the peer sent {name[:32]!r}, not {self._next.decode()}")
+        if name == b"HELLO":
+            self._next = b"INITIATE"
+            return [self._welcome(data)]
+        return [self._initiate(data)]
+
+    def _welcome(self, data: bytes) -> bytes:
+        version, _, peer, nonce, box, rest = _fields("HELLO", data, 2, 72, KEY_BYTES, 8, 80)
+        if version != _VERSION or rest:
+            raise BadMessage("HELLO is of another version of CURVE, or too long")
+        self._check_nonce(nonce)
+        self._peer = bytes(peer)
+        sodium = self._sodium
+        shared = self._opened("HELLO", sodium.crypto_box_beforenm, self._peer, self._secret)
+        full = b"CurveZMQHELLO---" + nonce
+        if any(self._opened("HELLO", sodium.crypto_box_open_afternm, bytes(box), full, shared)):
+            raise BadMessage("HELLO has other bytes than zeros in its box")
+        self._shared = sodium.crypto_box_beforenm(self._peer, self._own_secret)
+        cookie_nonce, welcome_nonce = self._random(16), self._random(16)
+        cookie = cookie_nonce + sodium.crypto_secretbox(
+            self._peer + self._own_secret, b"COOKIE--" + cookie_nonce, self._cookie_key
+        )
+        sealed = sodium.crypto_box_afternm(
+            self._own_public + cookie, b"WELCOME-" + welcome_nonce, shared
+        )
+        return frames.command(b"WELCOME", welcome_nonce + sealed)
+
+    def _initiate(self, data: bytes) -> bytes:
+        cookie_nonce, cookie, nonce, box = _fields("INITIATE", data, 16, 80, 8)
+        sodium = self._sodium
+        known = self._opened(
+            "INITIATE", sodium.crypto_secretbox_open, bytes(cookie), b"COOKIE--" + cookie_nonce,
+            self._cookie_key,
+        )  # fmt: skip
+        if known != self._peer + self._own_secret:
+            raise BadMessage("INITIATE has the cookie of another connection")
+        plain = self._unbox(b"CurveZMQINITIATE", nonce, box, "INITIATE")
+        client, vouch_nonce, vouch, properties = _fields("INITIATE", plain, KEY_BYTES, 16, 80)
+        vouched = self._opened(
+            "INITIATE", sodium.crypto_box_open, bytes(vouch), b"VOUCH---" + vouch_nonce,
+            bytes(client), self._own_secret,
+        )  # fmt: skip
+        if vouched != self._peer + self._public:
+            raise BadMessage("INITIATE has the vouch of another connection")
+        self.user = self._admit(bytes(client))
+        if self.user is None:
+            self.refused = "its key is not admitted"
+            return frames.command(b"ERROR", frames.command(_NOT_ADMITTED))
+        self.identity = self._local.identity_in(bytes(properties))
+        self.done = True
+        own, sealed = self._box(b"CurveZMQREADY---", self._local.properties())
+        return frames.command(b"READY", own + sealed)
+
+
+class CurveClient(_Curve):
+    """The end that knows the server's public key."""
+
+    sent_as, heard_as = b"CurveZMQMESSAGEC", b"CurveZMQMESSAGES"
+
+    def __init__(
+        self,
+        local: Local,
+        public: bytes,
+        secret: bytes,
+        server: bytes,
+        random: Random = os.urandom,
+    ) -> None:
+        super().__init__(local, public, secret, random)
+        self._server = server
+        self._next = b"WELCOME"
+
+    def start(self) -> list[bytes]:
+        """HELLO."""
+        nonce = self._next_nonce()
+        box = self._sodium.crypto_box(
+            bytes(64), b"CurveZMQHELLO---" + nonce, self._server, self._own_secret
+        )
+        return [frames.command(b"HELLO", _VERSION + bytes(72) + self._own_public + nonce + box)]
+
+    def take(self, name: bytes, data: bytes) -> list[bytes]:
+        """WELCOME, then READY."""
+        if name != self._next:
+            raise BadMessage(f"the peer sent {name[:32]!r}, not {self._next.decode()}")
+        if name == b"WELCOME":
+            self._next = b"READY"
+            return [self._initiate(data)]
+        nonce, box = _fields("READY", data, 8)
+        plain = self._unbox(b"CurveZMQREADY---", nonce, box, "READY")
+        self.identity = self._local.identity_in(plain)
+        self.done = True
+        return []
+
+    def _initiate(self, data: bytes) -> bytes:
+        nonce, box = _fields("WELCOME", data, 16)
+        sodium = self._sodium
+        plain = self._opened(
+            "WELCOME", sodium.crypto_box_open, bytes(box), b"WELCOME-" + nonce, self._server,
+            self._own_secret,
+        )  # fmt: skip
+        peer, cookie, rest = _fields("WELCOME", plain, KEY_BYTES, _COOKIE_BYTES)
+        if rest:
+            raise BadMessage("WELCOME is too long")
+        self._shared = self._opened(
+            "WELCOME", sodium.crypto_box_beforenm, bytes(peer), self._own_secret
+        )
+        vouch_nonce = self._random(16)
+        vouch = sodium.crypto_box(
+            self._own_public + self._server, b"VOUCH---" + vouch_nonce, bytes(peer), self._secret
+        )
+        own, sealed = self._box(
+            b"CurveZMQINITIATE", self._public + vouch_nonce + vouch + self._local.properties()
+        )
+        return frames.command(b"INITIATE", bytes(cookie) + own + sealed)

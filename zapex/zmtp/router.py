@@ -1,0 +1,266 @@
+"""The listening end of many connections: every peer has an id, and none can delay another.
+
+It reads from each peer in turn and stops while many of that peer's messages wait. It never waits to
+write: the rest is sent when the peer has read what came before.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zapex.zmtp.connection import Connection, Message
+from zapex.zmtp.frames import Buffer
+from zapex.zmtp.reactor import Reactor
+
+MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each peer
+HANDSHAKE_S = 10.0
+_LOOK_S = 0.5  # how often connections are checked for silence
+_READS_AT_ONCE = 16
+_ACCEPTS_AT_ONCE = 64
+
+
+class Sent:
+    """Follows a message that was sent."""
+
+    def __init__(self, connection: Connection, mark: int) -> None:
+        self._connection, self._mark = connection, mark
+
+    @property
+    def done(self) -> bool:
+        """Whether its buffers are released: all bytes were taken, or the connection has ended."""
+        return self._connection.sent_bytes >= self._mark or bool(self._connection.ended)
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One connection. closed: its socket is gone. dropped: this end has ended it."""
+
+    id: bytes
+    fd: int
+    address: str
+    connection: Connection
+    began_s: float
+    heard_s: float
+    waiting: int = 0  # messages that came and were not received
+    waiting_bytes: int = 0
+    wants: tuple[bool, bool] = (True, False)  # to read, to write
+    closed: bool = False
+    dropped: bool = False
+    sent: deque[tuple[int, Sent]] = field(default_factory=deque)  # bytes of each message
+
+
+class Router:
+    """Connections by the ids of their peers; each connection has a new id.
+
+    make: the connection of a new peer. on_gone: is called with a peer whose connection has ended,
+    after its last message. `hang_up` and `held` may be called by any thread.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        listener: int,
+        make: Callable[[bytes], Connection],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_gone: Callable[[bytes], object] = lambda peer: None
+        self._reactor, self._listener, self._make = reactor, listener, make
+        self._clock_s, self._looked_s = clock_s, clock_s()
+        self._listening = True
+        self._made = 0
+        self._by_fd: dict[int, _Peer] = {}
+        self._peers: dict[bytes, _Peer] = {}
+        self._arrived: deque[tuple[_Peer, Message]] = deque()
+        self._leaving: list[_Peer] = []
+        self._hung_up: deque[_Peer] = deque()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a message has come."""
+        return bool(self._arrived)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take in and send on what the sockets are ready for; wait at most timeout_s for it."""
+        while self._hung_up:
+            self._drop(self._hung_up.popleft())
+        self._bid_farewell()
+        for event in self._reactor.poll(timeout_s):
+            if event.fd == self._listener:
+                self._accept()
+                continue
+            peer = self._by_fd.get(event.fd)
+            if peer is not None and event.writable:
+                self._write(peer)
+            if peer is not None and event.readable and not peer.dropped:
+                self._read(peer)
+        now_s = self._clock_s()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._look(now_s)
+
+    def receive(self) -> tuple[bytes, Message] | None:
+        """The next message and its peer."""
+        while self._arrived:
+            peer, message = self._arrived.popleft()
+            peer.waiting -= 1
+            peer.waiting_bytes -= sum(map(len, message))
+            if not peer.dropped:
+                self._want(peer)
+                return peer.id, message
+        return None
+
+    def send(self, peer_id: bytes, message: Sequence[Buffer]) -> Sent | None:
+        """Send without waiting; None: too many messages wait. KeyError: the peer is gone."""
+        peer = self._peers[peer_id]
+        connection = peer.connection
+        if peer.closed or peer.dropped or connection.ended:
+            raise KeyError(peer_id)
+        self._forget_sent(peer)
+        if len(peer.sent) >= MESSAGES_PER_PEER:
+            return None
+        sent = Sent(connection, connection.send(message))
+        peer.sent.append((sum(map(len, message)), sent))
+        self._write(peer)
+        return sent
+
+    def queued(self, peer_id: bytes, large_bytes: int) -> int:
+        """How many messages of this size or more wait to be sent to a peer."""
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return 0
+        self._forget_sent(peer)
+        return sum(nbytes >= large_bytes for nbytes, _ in peer.sent)
+
+    def user_of(self, peer_id: bytes) -> str | None:
+        """The user that a peer's key stands for."""
+        return self._peers[peer_id].connection.mechanism.user
+
+    def address_of(self, peer_id: bytes) -> str:
+        """The address of a peer's machine."""
+        return self._peers[peer_id].address
+
+    def fd_of(self, peer_id: bytes) -> int:
+        """The socket of a peer; -1: there is none."""
+        peer = self._peers.get(peer_id)
+        return -1 if peer is None or peer.closed else peer.fd
+
+    def held(self) -> list[tuple[int, bytes]]:
+        """Bytes that are held for each connection, in and out, and its peer."""
+        peers = list(self._peers.values())
+        return [(peer.waiting_bytes + peer.connection.held_bytes, peer.id) for peer in peers]
+
+    def hang_up(self, peer_id: bytes) -> None:
+        """End a connection at the next `poll`; its peer's earlier messages are dropped."""
+        peer = self._peers.get(peer_id)
+        if peer is not None and not peer.dropped:
+            peer.dropped = True
+            self._hung_up.append(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        if not peer.closed:
+            peer.connection.end("this end has closed the connection")
+            self._close(peer)
+
+    def _forget_sent(self, peer: _Peer) -> None:
+        while peer.sent and peer.sent[0][1].done:
+            peer.sent.popleft()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                accepted = self._reactor.accept(self._listener)
+            except OSError:  # no descriptor is free: try again later
+                self._listen(False)
+                return
+            if accepted is None:
+                return
+            self._made += 1
+            now_s = self._clock_s()
+            name = self._made.to_bytes(8, "big")
+            peer = _Peer(name, *accepted, self._make(name), began_s=now_s, heard_s=now_s)
+            self._by_fd[peer.fd] = self._peers[peer.id] = peer
+            self._write(peer)
+
+    def _listen(self, listening: bool) -> None:
+        if listening != self._listening:
+            self._listening = listening
+            self._reactor.want(self._listener, read=listening, write=False)
+
+    def _read(self, peer: _Peer) -> None:
+        connection = peer.connection
+        messages: list[Message] = []
+        for _ in range(_READS_AT_ONCE):
+            room = connection.room()
+            nbytes = self._reactor.recv_into(peer.fd, room)
+            if nbytes is None:
+                break
+            if nbytes == 0:
+                connection.end("the peer has closed the connection")
+                break
+            peer.heard_s = self._clock_s()
+            messages = connection.received(nbytes)
+            for message in messages:
+                peer.waiting += 1
+                peer.waiting_bytes += sum(map(len, message))
+                self._arrived.append((peer, message))
+            if connection.ended or peer.waiting >= MESSAGES_PER_PEER:
+                break
+            # All of it was read, and `poll` tells of more. The rest of a body is on its way.
+            if nbytes < len(room) and not connection.is_within_body:
+                break
+        if connection.is_sending:
+            self._write(peer)
+        elif messages:
+            self._want(peer)
+        if connection.ended:
+            self._close(peer)
+
+    def _write(self, peer: _Peer) -> None:
+        """Send what the socket takes, and come back when it takes more."""
+        connection = peer.connection
+        while connection.is_sending and not peer.closed:
+            buffers = connection.outgoing()
+            nbytes = self._reactor.send(peer.fd, buffers)
+            if nbytes is None:
+                connection.end("the peer has closed the connection")
+                break
+            connection.sent(nbytes)
+            if nbytes < sum(map(len, buffers)):
+                break
+        self._want(peer)
+
+    def _want(self, peer: _Peer) -> None:
+        wants = peer.waiting < MESSAGES_PER_PEER, peer.connection.is_sending
+        if not peer.closed and wants != peer.wants:
+            peer.wants = wants
+            self._reactor.want(peer.fd, read=wants[0], write=wants[1])
+
+    def _look(self, now_s: float) -> None:
+        """Close connections that are silent for too long, and listen again."""
+        self._listen(True)
+        for peer in list(self._by_fd.values()):
+            connection = peer.connection
+            if not connection.ready and now_s - peer.began_s > HANDSHAKE_S:
+                connection.end("the handshake takes too long")
+            if connection.ttl_s and now_s - peer.heard_s > connection.ttl_s and not peer.waiting:
+                connection.end("the peer is silent for longer than it said")
+            if connection.ended:
+                self._close(peer)
+
+    def _close(self, peer: _Peer) -> None:
+        peer.closed = True
+        del self._by_fd[peer.fd]
+        self._reactor.close(peer.fd)
+        self._leaving.append(peer)
+
+    def _bid_farewell(self) -> None:
+        """Forget closed peers whose last message was received."""
+        staying = []
+        for peer in self._leaving:
+            if peer.waiting:
+                staying.append(peer)
+            else:
+                del self._peers[peer.id]
+                self.on_gone(peer.id)
+        self._leaving = staying
