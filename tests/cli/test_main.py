@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -359,6 +360,15 @@ def test_the_readmes_python_runs() -> None:
     exec(compile(blocks("python"), "README.md", "exec"), {})
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C is heard, also where a shell has started the tests in the background."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("lost", ["ignored by C", "made another error"])
 def test_a_ctrl_c_that_is_lost_on_its_way_ends_the_command_all_the_same(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

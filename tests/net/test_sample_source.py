@@ -109,6 +109,7 @@ def test_what_comes_ahead_is_unpacked_by_a_thread_and_is_what_was_drawn(learning
         learning.check(learning.poll(), learning.draws[turn])
         learning.source.request()
         learning.wait_for(3)
+    until(lambda: len(learning.unpacked) > 6, learning.answer, "the thread")
     assert learning.unpacked[:7] == ["MainThread", *["batches"] * 6]
     assert learning.link.counts["bad"] == 0
 
