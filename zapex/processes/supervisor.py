@@ -54,7 +54,8 @@ from zapex.processes.restarts import (
     status_in_words,
 )
 
-_LOOK_EVERY_S = 1.0  # a pidfd does not report a stop, which must be noticed within 3 s
+# A pidfd does not report a stop, which must be noticed within 3 s; asking looks at every child.
+_LOOK_EVERY_S = 1.0
 _KILL_S = 2.0  # SIGKILL is prompt unless the kernel itself hangs
 _ONE_KEYPRESS_S = 0.2  # `timeout -s INT` sends its signal twice, to the process and to its group
 _TAIL_BYTES = 1 << 16
@@ -115,6 +116,7 @@ class Supervisor:
         self._former_handlers: dict[signal.Signals, Any] = {}
         self._signalled_s = 0.0
         self._all_up = False  # every child has begun to work
+        self._stops_due_s = 0.0
         self.stop_signal: signal.Signals | None = None
 
     def __enter__(self) -> Self:
@@ -190,13 +192,16 @@ class Supervisor:
             "children die with the thread that starts them"
         )
         deadline_s = time.monotonic() + timeout_s
+        ended = self._wait(0.0)
         while True:
-            events = self._look()
+            events = self._look(ended)
             now_s = time.monotonic()
             if events or self.stop_signal is not None or now_s >= deadline_s:
                 return events
-            restarts = [child.restart_s for child in self._children.values()]
-            self._wait(min([deadline_s, now_s + _LOOK_EVERY_S, *restarts]))
+            restart_s = math.inf
+            if not self._all_up:
+                restart_s = min(child.restart_s for child in self._children.values())
+            ended = self._wait(min(deadline_s, self._stops_due_s, restart_s))
 
     def shutdown(self, grace_s: float = 5.0) -> list[Event]:
         """End every child: SIGTERM to all, SIGKILL after `grace_s` to those that ignore it.
@@ -218,10 +223,9 @@ class Supervisor:
         return events
 
     def _reap_until(self, deadline_s: float) -> list[Event]:
-        events = self._look()
+        events = self._look(self._wait(0.0))
         while self.pids and time.monotonic() < deadline_s:
-            self._wait(deadline_s)
-            events += self._look()
+            events += self._look(self._wait(deadline_s))
         return events
 
     def _wait(self, until_s: float) -> set[str]:
@@ -234,10 +238,12 @@ class Supervisor:
                 ended.add(key.data)
         return ended
 
-    def _look(self) -> list[Event]:
-        """What has happened; two system calls, and more only where something has."""
-        ended, now_s = self._wait(0.0), time.monotonic()
-        stopped = self._stops() if self._children else {}
+    def _look(self, ended: set[str]) -> list[Event]:
+        """What has happened; `ended` is what `_wait` returned."""
+        now_s, stopped = time.monotonic(), {}
+        if now_s >= self._stops_due_s:
+            self._stops_due_s = now_s + _LOOK_EVERY_S
+            stopped = self._stops()
         events: list[Event] = []
         if self._all_up and not ended and not stopped:
             return events

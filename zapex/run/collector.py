@@ -75,6 +75,10 @@ class Collector:
             written.append(recorders.WeightsAndBiases(run.run_dir, settings))
         every_role = plan.roles + plan.elsewhere
         self._blocks = [(role, host.metrics(name)) for name, role in every_role]
+        self._unseen = {
+            first: [block for role, block in self._blocks if role == wanted]
+            for first, (wanted, _) in _FIRSTS.items()
+        }
         self._savers = [(r, b) for r, b in self._blocks if run.part.learns and r in _SAVED_BY]
         self.monitor = Monitor(
             self._facts(),
@@ -116,11 +120,10 @@ class Collector:
 
     def collect(self) -> None:
         """Read new episodes and evaluations, and note which roles have begun to work."""
-        for first, (wanted, counter) in _FIRSTS.items():
-            if first in self._firsts:
-                continue
-            if any(block.value(counter) for role, block in self._blocks if role == wanted):
+        for first, blocks in list(self._unseen.items()):
+            if any(block.value(_FIRSTS[first][1]) for block in blocks):
                 self._firsts[first] = (time.perf_counter_ns() - self.started_ns) / 1e9
+                del self._unseen[first]
         self._look_at_saves()
         for i in self._new_episodes.find():
             episodes = self._episodes[i]
