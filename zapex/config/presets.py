@@ -170,6 +170,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "envs_per_actor": (16, "one forward pass for many environments"),
         "capacity": (_large_capacity, "the paper's, for each sixteen actors"),
         "learning_starts": (20_000, "fewer actors than the paper's need longer for its 50,000"),
+        "prefetch": (4, "the next batch is gathered or unpacked during a step, on a GPU, too"),
         "eval_period_s": (300.0, "often enough for a curve"),
         "env_threads": (1, "actors have a core each"),
         "actor_threads": (1, "actors have a core each"),
