@@ -85,9 +85,9 @@ def test_a_capacity_that_does_not_fit_is_refused_with_one_that_would() -> None:
 
 
 def test_what_to_expect_is_what_was_seen_within_the_time():
-    assert "of 36 after 8" in outlook("laptop", "ALE/Breakout-v5", 10, True)
-    assert "of 23 after 6" in outlook("laptop", "ALE/Breakout-v5", 7.5, True)
-    assert "of 36 after 8" in outlook("laptop", "ALE/Breakout-v5", 0, True)
+    assert "of 36 after 8" in outlook("laptop", "BreakoutNoFrameskip-v4", 10, True)
+    assert "of 23 after 6" in outlook("laptop", "BreakoutNoFrameskip-v4", 7.5, True)
+    assert "of 36 after 8" in outlook("laptop", "BreakoutNoFrameskip-v4", 0, True)
     assert "5.8 M frames" in outlook("laptop", "ALE/Qbert-v5", 10, True)
     assert "not measured" in outlook("laptop", "Acrobot-v1", 10, False)
     assert "not measured" in outlook("paper", "ALE/Breakout-v5", 10, True)

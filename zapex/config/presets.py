@@ -207,8 +207,8 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
 """(preset, kind of observation) -> flat setting -> (value or how to find it, reason)."""
 
 SEEN: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
-    ("laptop", "ALE/Breakout-v5"): ((2, 13), (4, 15), (6, 23), (8, 36)),
-    ("laptop", "ALE/Pong-v5"): ((4, -13), (6, -9), (9, 11), (11, 18), (16, 21)),
+    ("laptop", "BreakoutNoFrameskip-v4"): ((2, 13), (4, 15), (6, 23), (8, 36)),
+    ("laptop", "PongNoFrameskip-v4"): ((4, -13), (6, -9), (9, 11), (11, 18), (16, 21)),
     ("laptop", "CartPole-v1"): ((0.5, 500),),
 }
 """Evaluations of a run on two cores: (minutes, mean return), from benchmarks/results."""

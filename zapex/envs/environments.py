@@ -189,23 +189,15 @@ def _check_ale(env_id: str, source: Any, game: str, kwargs: dict[str, Any]) -> E
         if not numeric or not low <= value <= high or value != kind(value):
             says = "true or false" if kind is bool else f"{low} to {high}"
             raise ConfigError(f"{name} must be {says}, got {value!r}")
-    settings = ale_settings(env_id, kwargs)
+    settings = ale_settings(source, kwargs)
     sticky, skip = settings["repeat_action_probability"], settings["frameskip"]
     stack, size = settings["stack_num"], (settings["img_height"], settings["img_width"])
-    notes = []
-    registered_sticky, registered_skip = (
-        source.kwargs[key] for key in ("repeat_action_probability", "frameskip")
-    )
+    notes, registered_skip = [], source.kwargs["frameskip"]
     if registered_skip != skip:
         theirs = "2 to 4" if isinstance(registered_skip, tuple) else registered_skip
         notes.append(
             f"{env_id} is played as AtariVectorEnv plays {game}: each action for {skip} frames "
             f"(the id's own: {theirs}), {size[0]}x{size[1]} grey, {stack} frames stacked"
-        )
-    if registered_sticky != sticky:
-        notes.append(
-            f"actions stick with probability {sticky:g}; gymnasium's {env_id} has "
-            f"{registered_sticky:g} (give repeat_action_probability={registered_sticky:g} for that)"
         )
     return EnvironmentSpec(
         env_id=env_id,
@@ -226,15 +218,15 @@ def _check_ale(env_id: str, source: Any, game: str, kwargs: dict[str, Any]) -> E
     )
 
 
-def ale_settings(env_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of AtariVectorEnv that shape what is learned.
+def ale_settings(source: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of AtariVectorEnv that shape what is learned; `source` is Gymnasium's entry.
 
-    Only v0 ids have sticky actions; v5 ids are played without, as in Ape-X. No FIRE at reset: it
-    would start only the first of Breakout's five balls, and the agent has to learn it for the
-    others anyway.
+    Actions stick as often as the id says: v0 and v5 with probability 0.25, v4 never. No FIRE at
+    reset: it would start only the first of Breakout's five balls, and the agent has to learn it
+    for the others anyway.
     """
     return {
-        "repeat_action_probability": 0.25 if env_id.endswith("-v0") else 0.0,
+        "repeat_action_probability": source.kwargs["repeat_action_probability"],
         "full_action_space": False,
         "frameskip": 4,
         "stack_num": 4,

@@ -186,7 +186,7 @@ def make(
     seeds = (np.random.SeedSequence(seed).generate_state(num_streams) >> 1).astype(np.int64)
     if spec.atari:
         frames = max_episode_frames or _NO_LIMIT
-        return _AleStreams(spec, game_of(source) or "", seeds, frames, noop_max, num_threads, film)
+        return _AleStreams(spec, source, seeds, frames, noop_max, num_threads, film)
     return _GymStreams(spec, source, seeds, max_episode_frames, film)
 
 
@@ -199,13 +199,13 @@ class _AleStreams(Streams):
     """
 
     def __init__(
-        self, spec: EnvironmentSpec, game: str, seeds: NDArray[np.int64], max_episode_frames: int,
-        noop_max: int, num_threads: int, film: bool,
+        self, spec: EnvironmentSpec, source: Any, seeds: NDArray[np.int64],
+        max_episode_frames: int, noop_max: int, num_threads: int, film: bool,
     ) -> None:  # fmt: skip
         from ale_py.vector_env import AtariVectorEnv
 
         super().__init__(spec, len(seeds))
-        settings = ale_settings(spec.env_id, spec.env_kwargs)
+        settings, game = ale_settings(source, spec.env_kwargs), game_of(source) or ""
         self._envs = AtariVectorEnv(
             game, len(seeds), num_threads=num_threads, autoreset_mode="NextStep",
             max_num_frames_per_episode=max_episode_frames,
