@@ -14,7 +14,7 @@ def chunk(rng: np.random.Generator, scale: float) -> np.ndarray:
 def test_a_host_that_gives_large_priorities_gets_those_of_the_others_on_average(
     learned: float,
 ) -> None:
-    rng, limiter = np.random.default_rng(1), InitialPriorities()
+    rng, limiter = np.random.default_rng(1), InitialPriorities(given=True)
     if learned:
         limiter.learned(np.full(8, learned, np.float32))
     given: dict[int, list[float]] = {1: [], 2: [], 3: []}
@@ -32,7 +32,7 @@ def test_a_host_that_gives_large_priorities_gets_those_of_the_others_on_average(
 
 
 def test_a_host_alone_and_one_beside_a_host_that_gives_none_keep_the_learners_scale() -> None:
-    rng, limiter = np.random.default_rng(1), InitialPriorities()
+    rng, limiter = np.random.default_rng(1), InitialPriorities(given=True)
     alone = chunk(rng, 200.0)
     before = alone.copy()
     limiter.limit(1, alone)
@@ -47,9 +47,15 @@ def test_a_host_alone_and_one_beside_a_host_that_gives_none_keep_the_learners_sc
 
 
 def test_priorities_that_are_not_given_do_not_win_either() -> None:
-    rng, limiter = np.random.default_rng(1), InitialPriorities()
+    rng, limiter = np.random.default_rng(1), InitialPriorities(given=True)
     for _ in range(50):
         limiter.limit(1, chunk(rng, 0.01))
         none = np.full(64, -1, np.float32)
         limiter.limit(2, none)
     assert 0 <= none.mean() < 0.02
+
+
+def test_where_hosts_give_none_a_host_that_gives_one_all_the_same_gains_nothing() -> None:
+    priorities = np.array([3.0, 1e9], np.float32)
+    InitialPriorities(given=False).limit(1, priorities)
+    assert (priorities < 0).all()

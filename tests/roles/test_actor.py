@@ -55,6 +55,14 @@ def test_initial_priorities_are_the_td_errors_of_the_actors_own_values(stack: in
     assert rated > 100
 
 
+def test_where_the_actor_gives_no_priorities_new_transitions_are_drawn_alike() -> None:
+    one = system(initial_priority="max")
+    one.goes_on(batches=0, chunks=12)
+    leaves = one.replay.tree.leaves[one.replay.tree.leaves > 0]
+    assert len(leaves) == len(one.replay)
+    assert (leaves == leaves[0]).all()
+
+
 def _newest(stack: int, moment: tuple[int, int, int, int]) -> np.ndarray:
     picture = frame(stack, moment)
     return picture if stack == 1 else picture[None]

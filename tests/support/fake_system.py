@@ -309,6 +309,7 @@ class System:
             param_steps=self.config.actor.param_period,
             parameter_bytes=self.plan.parameter_bytes,
             reward_clip=self.config.env.reward_clip,
+            priorities=self.config.replay.initial_priority == "actor",
             rng=np.random.default_rng(life),
             clock_ns=self.clock.now_ns,
         )

@@ -78,6 +78,8 @@ class ReplayConfig(SettingsGroup):
     """Leaf = (|priority| + eps)^alpha; 0 draws uniformly."""
     beta: float = bounded(0.4, low=0.0)
     """Importance weights = (N q)^-beta."""
+    initial_priority: Literal["actor", "max"] = "actor"
+    """A new transition's: the TD error of the actor's own values (Ape-X), or the largest so far."""
     priority_eps: float = bounded(1e-6, above=0.0)
     """Added to each |priority|, so that every transition can be drawn."""
     n_step: int = bounded(3, low=1, high=64)

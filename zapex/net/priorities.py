@@ -15,10 +15,12 @@ class InitialPriorities:
     """The mean |priority| of each host, and of the learner.
 
     A host whose mean is above the learner's and above the median of the other hosts has its
-    priorities scaled down to the larger of these two. Their proportions stay.
+    priorities scaled down to the larger of these two. Their proportions stay. given: whether hosts
+    give priorities at all; if not, new transitions have none, whatever a host says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, given: bool) -> None:
+        self._given = given
         self._learned = 0.0
         self._means: dict[int, float] = {}
 
@@ -29,6 +31,9 @@ class InitialPriorities:
 
     def limit(self, host: int, priorities: NDArray[np.float32]) -> None:
         """Limit the priorities of a host's new chunk, in place. Their signs are dropped."""
+        if not self._given:
+            priorities.fill(-1)
+            return
         np.abs(priorities, out=priorities)
         mean = float(priorities.mean())
         known = self._means.get(host, mean)

@@ -84,7 +84,7 @@ class LinkServer:
         self.chores: list[Callable[[], object]] = []
         self.credit_bytes: Callable[[int], int] = lambda actor: 0
         self.transitions: Callable[[int], int] = lambda actor: 0
-        self.priorities = InitialPriorities()
+        self.priorities = InitialPriorities(given=config.get("initial_priority") != "max")
         self.counts = dict.fromkeys(
             ("messages", "bad", "unknown", "forbidden", "refused", "fenced", "unsent", "lies"), 0
         )

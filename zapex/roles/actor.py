@@ -19,8 +19,8 @@ class Actor:
     priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end at s', so a second
     pass is not needed (Horgan et al. 2018, appendix).
 
-    epsilons: float64 (S,). param_steps: steps between two pulls of parameters. report: takes
-    finished episodes (dtype EPISODE).
+    epsilons: float64 (S,). param_steps: steps between two pulls of parameters. priorities: whether
+    it gives any. report: takes finished episodes (dtype EPISODE).
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Actor:
         param_steps: int,
         parameter_bytes: int,
         reward_clip: bool,
+        priorities: bool,
         rng: np.random.Generator,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -45,7 +46,7 @@ class Actor:
         self._parameters, self._builder, self._metrics = parameters, builder, metrics
         self._report, self._epsilons, self._first_stream = report, epsilons, first_stream
         self._param_steps, self._reward_clip = param_steps, reward_clip
-        self._rng, self._clock_ns = rng, clock_ns
+        self._priorities, self._rng, self._clock_ns = priorities, rng, clock_ns
         self._received = np.empty(parameter_bytes, np.uint8)
         self._version = 0
         self._steps_to_pull = 0
@@ -106,8 +107,10 @@ class Actor:
         step = self._streams.step(actions)
         self._q = self._look(step.obs)
         metrics.enter("push")
-        taken = q[np.arange(len(actions)), actions].astype(np.float64)
-        best = self._q.max(axis=1).astype(np.float64)
+        taken = best = None
+        if self._priorities:
+            taken = q[np.arange(len(actions)), actions].astype(np.float64)
+            best = self._q.max(axis=1).astype(np.float64)
         self._count(step)
         self._builder.staged["action"] = actions
         begun = bool(step.started.any())

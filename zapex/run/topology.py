@@ -158,6 +158,7 @@ def make_actor(start: Start) -> DutyCycle:
         param_steps=max(1, config.actor.param_period // spec.frames_per_step),
         parameter_bytes=host.plan.parameter_bytes,
         reward_clip=config.env.reward_clip,
+        priorities=config.replay.initial_priority == "actor",
         rng=np.random.default_rng(actions),
         clock_ns=start.clock.now_ns,
     )
