@@ -279,6 +279,43 @@ def test_a_peer_that_is_silent_for_longer_than_it_said_is_closed(served):
     served.until(lambda: served.gone)
 
 
+def test_a_peer_that_sends_a_large_body_slowly_is_not_silent(served):
+    peer = Bare(served)
+    peer.connection.ping(2.0)
+    peer.connection.send([memoryview(LARGE)])
+    data = drain(peer.connection)
+    for at in range(0, 6000, 1000):  # far less at a time than it is worth to be told of
+        peer.sock.sendall(data[at : at + 1000])
+        if served.on_fstack:  # where it is told of all that comes
+            served.until(lambda n=at: served.router.held()[0][0] > n)
+        served.now_s += 1.5
+        for _ in range(3):
+            served.turn()
+    assert served.gone == []
+    served.now_s += 3
+    served.until(lambda: served.gone)
+
+
+def test_a_small_message_behind_a_large_body_is_told_at_once(served):
+    peer = Bare(served)
+    peer.connection.send([memoryview(LARGE), memoryview(b"end")])
+    data = drain(peer.connection)
+    draw = random.Random(3)
+
+    def go_on() -> None:
+        nonlocal data
+        with suppress(BlockingIOError):
+            data = data[peer.sock.send(data[: draw.choice((1, 1000, 300_000))]) :]
+        served.turn()
+
+    served.until(lambda: not data, go_on)
+    for number in range(3 * MESSAGES_PER_PEER):
+        peer.send(b"%d" % number)
+    served.until(lambda: len(served.received) == 1 + 3 * MESSAGES_PER_PEER)
+    assert served.received[0][1] == [LARGE, b"end"]
+    assert int(served.received[-1][1][0]) == 3 * MESSAGES_PER_PEER - 1
+
+
 def test_without_free_descriptors_it_listens_again_later(served):
     full = OSError(errno.EMFILE, "too many open files")
     with mock.patch.object(type(served.reactor), "accept", side_effect=full) as accept:

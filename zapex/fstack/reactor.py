@@ -143,6 +143,9 @@ class FstackReactor:
                 self._queue, (Kevent * len(changes))(*changes), len(changes), None, 0, None
             )
 
+    def expect(self, fd: int, nbytes: int) -> None:
+        """Nothing: a look costs less than to say so."""
+
     def close(self, fd: int) -> None:
         del self._wanted[fd]
         with contextlib.suppress(OSError):  # the peer has reset the connection; it is closed

@@ -91,9 +91,9 @@ class Connection:
         return messages
 
     @property
-    def is_within_body(self) -> bool:
-        """Whether a part of a body has come."""
-        return self._body is not None
+    def missing_bytes(self) -> int:
+        """What has not come yet of a body that has begun; 0: none has."""
+        return 0 if self._body is None else len(self._body) - self._filled
 
     @property
     def held_bytes(self) -> int:

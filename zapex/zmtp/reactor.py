@@ -54,6 +54,9 @@ class Reactor(Protocol):
     def want(self, fd: int, *, read: bool, write: bool) -> None:
         """What `poll` tells of this socket."""
 
+    def expect(self, fd: int, nbytes: int) -> None:
+        """`poll` need not tell of this socket before so many bytes have come, or it has ended."""
+
     def close(self, fd: int) -> None:
         """Forget a socket."""
 
@@ -121,6 +124,10 @@ class KernelReactor:
 
     def want(self, fd: int, *, read: bool, write: bool) -> None:
         self._epoll.modify(fd, select.EPOLLIN * read | select.EPOLLOUT * write)
+
+    def expect(self, fd: int, nbytes: int) -> None:
+        # The kernel tells earlier if its buffer cannot hold so much.
+        self._sockets[fd].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def close(self, fd: int) -> None:
         self._epoll.unregister(fd)

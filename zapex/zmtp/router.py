@@ -17,6 +17,7 @@ MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each peer
 HANDSHAKE_S = 10.0
 _LOOK_S = 0.5  # how often connections are checked for silence
 _READS_AT_ONCE = 16
+_EXPECTED_BYTES = 1 << 18  # of a large body, before `poll` tells of its next bytes
 _ACCEPTS_AT_ONCE = 64
 
 
@@ -45,6 +46,7 @@ class _Peer:
     waiting: int = 0  # messages that came and were not received
     waiting_bytes: int = 0
     wants: tuple[bool, bool] = (True, False)  # to read, to write
+    expected: int = 1  # bytes that must have come before `poll` tells of it
     closed: bool = False
     dropped: bool = False
     sent: deque[tuple[int, Sent]] = field(default_factory=deque)  # bytes of each message
@@ -71,7 +73,7 @@ class Router:
         self._made = 0
         self._by_fd: dict[int, _Peer] = {}
         self._peers: dict[bytes, _Peer] = {}
-        self._arrived: deque[tuple[_Peer, Message]] = deque()
+        self._arrived: deque[tuple[_Peer, Message, int]] = deque()  # and its bytes
         self._leaving: list[_Peer] = []
         self._hung_up: deque[_Peer] = deque()
 
@@ -102,11 +104,12 @@ class Router:
     def receive(self) -> tuple[bytes, Message] | None:
         """The next message and its peer."""
         while self._arrived:
-            peer, message = self._arrived.popleft()
+            peer, message, nbytes = self._arrived.popleft()
             peer.waiting -= 1
-            peer.waiting_bytes -= sum(map(len, message))
+            peer.waiting_bytes -= nbytes
             if not peer.dropped:
-                self._want(peer)
+                if peer.waiting == MESSAGES_PER_PEER - 1:  # it may be read again
+                    self._want(peer)
                 return peer.id, message
         return None
 
@@ -188,33 +191,39 @@ class Router:
             self._reactor.want(self._listener, read=listening, write=False)
 
     def _read(self, peer: _Peer) -> None:
-        connection = peer.connection
-        messages: list[Message] = []
+        connection, recv_into = peer.connection, self._reactor.recv_into
         for _ in range(_READS_AT_ONCE):
             room = connection.room()
-            nbytes = self._reactor.recv_into(peer.fd, room)
+            nbytes = recv_into(peer.fd, room)
             if nbytes is None:
                 break
             if nbytes == 0:
                 connection.end("the peer has closed the connection")
                 break
             peer.heard_s = self._clock_s()
-            messages = connection.received(nbytes)
-            for message in messages:
+            for message in connection.received(nbytes):
+                size = sum(map(len, message))
                 peer.waiting += 1
-                peer.waiting_bytes += sum(map(len, message))
-                self._arrived.append((peer, message))
+                peer.waiting_bytes += size
+                self._arrived.append((peer, message, size))
             if connection.ended or peer.waiting >= MESSAGES_PER_PEER:
                 break
-            # All of it was read, and `poll` tells of more. The rest of a body is on its way.
-            if nbytes < len(room) and not connection.is_within_body:
+            if nbytes < len(room):  # all of it was read, and `poll` tells of more
                 break
+        self._expect(peer)
         if connection.is_sending:
             self._write(peer)
-        elif messages:
+        elif peer.waiting >= MESSAGES_PER_PEER:
             self._want(peer)
         if connection.ended:
             self._close(peer)
+
+    def _expect(self, peer: _Peer) -> None:
+        """Be told of a large body in large parts: each look costs as much as a small message."""
+        expected = max(1, min(peer.connection.missing_bytes, _EXPECTED_BYTES))
+        if expected != peer.expected:
+            peer.expected = expected
+            self._reactor.expect(peer.fd, expected)
 
     def _write(self, peer: _Peer) -> None:
         """Send what the socket takes, and come back when it takes more."""
@@ -226,7 +235,7 @@ class Router:
                 connection.end("the peer has closed the connection")
                 break
             connection.sent(nbytes)
-            if nbytes < sum(map(len, buffers)):
+            if connection.is_sending and nbytes < sum(map(len, buffers)):
                 break
         self._want(peer)
 
@@ -243,10 +252,16 @@ class Router:
             connection = peer.connection
             if not connection.ready and now_s - peer.began_s > HANDSHAKE_S:
                 connection.end("the handshake takes too long")
-            if connection.ttl_s and now_s - peer.heard_s > connection.ttl_s and not peer.waiting:
-                connection.end("the peer is silent for longer than it said")
-            if connection.ended:
+            if self._is_silent(peer, now_s):
+                self._read(peer)  # fewer bytes than were expected may have come
+                if self._is_silent(peer, now_s):
+                    connection.end("the peer is silent for longer than it said")
+            if connection.ended and not peer.closed:
                 self._close(peer)
+
+    def _is_silent(self, peer: _Peer, now_s: float) -> bool:
+        ttl_s = peer.connection.ttl_s
+        return 0 < ttl_s < now_s - peer.heard_s and not peer.waiting
 
     def _close(self, peer: _Peer) -> None:
         peer.closed = True
