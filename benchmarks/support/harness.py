@@ -95,7 +95,10 @@ def in_rounds(cells: Mapping[Any, Callable[[], Any]], rounds: int) -> Rounds:
     for turn in range(rounds):
         for name in shuffler.sample(list(cells), len(cells)):
             start = time.monotonic()
-            found[name].append(cells[name]())
+            try:
+                found[name].append(cells[name]())
+            except (RuntimeError, TimeoutError) as error:
+                raise type(error)(f"{name}, round {turn + 1}: {error}") from error
             took = time.monotonic() - start
             print(f"  round {turn + 1} of {rounds}: {name} {took:.1f} s", file=sys.stderr)
     return Rounds(

@@ -7,8 +7,8 @@
              bytes as a bare ZeroMQ message, over a bare socket, and copied by memcpy
     sizes    the same operations on messages of 64 B to 64 MiB
     actors   1 to 8 clients that push at once, then pull
-    ends     one end alone, libzmq's router and zapex's (zmtp://), and bare sockets as roofs: echoes
-             of 64 B, 1 and 8 MiB into slots, CPU while idle (ends.py)
+    ends     one end alone, libzmq's router and zapex's (zmtp://, fstack://), and bare sockets as
+             roofs: echoes of 64 B, 1 and 8 MiB into slots, cycles, CPU while idle (ends.py)
     paced    an actor's host that pushes 500 transitions a second and a learner that takes 180 ms
              (or 20) for each batch: what share of its time each role spends on communication
 
@@ -16,18 +16,23 @@ Server and clients are processes of their own; as root they live in two network 
 veth pair that this benchmark makes and removes, otherwise on loopback. rig.py says what
 each operation is timed from and to. Latencies in microseconds; a cell is measured once a round, in
 an order drawn anew, and rounds are joined by their median.
+
+fstack:// runs on the library that --fstack-lib and --fstack-conf name, whose port must be reachable
+from here. Without them it runs on the tests' stand-in over the kernel's sockets; its rows say so.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.support import cycles
 from benchmarks.support.harness import Rounds, arguments, goal, in_rounds, write_json
-from benchmarks.transport import redis_server
+from benchmarks.transport import fstack_place, redis_server
 from benchmarks.transport import server as served
 from benchmarks.transport.cells import Cells, Result
 from benchmarks.transport.end_rows import end_goals, end_table, measure_ends, network_goals
@@ -56,6 +61,13 @@ def measure_rows(cells: Cells, setting: served.Setting, rounds: int, with_redis:
         f"zapex {kind}": lambda kind=kind: cells.zapex(kind, setting)
         for kind in ("shm", *NETWORK, *ZMTP)
     }
+    if cells.fstack is not None:
+        todo |= {
+            f"zapex {cells.fstack.name}{keys}": lambda keys=keys: cells.zapex(
+                f"fstack{keys}", setting
+            )
+            for keys in ("", "+curve")
+        }
     todo |= {f"zmq {kind}": lambda kind=kind: cells.bare_zmq(kind, sizes) for kind in NETWORK}
     todo |= {
         f"zmq {kind}{TUNED}": lambda kind=kind: cells.bare_zmq(kind, sizes, SEND_BUFFER_BYTES)
@@ -202,10 +214,11 @@ def actor_table(actors: Result) -> Table:
     return table
 
 
-def show(results: Result) -> None:
+def show(results: Result, cycles_per_s: float) -> None:
     """Tables and goals of what was measured."""
     console = Console(width=None if sys.stdout.isatty() else 120)
-    tables = {"rows": row_table, "sizes": size_table, "actors": actor_table, "ends": end_table}
+    ends = partial(end_table, cycles_per_s=cycles_per_s)
+    tables = {"rows": row_table, "sizes": size_table, "actors": actor_table, "ends": ends}
     for name, table in tables.items():
         if name in results:
             console.print(table(results[name]))
@@ -266,19 +279,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(main.__doc__ or "")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency by size (PNG)")
     parser.add_argument("--only", nargs="+", choices=["rows", "sizes", "actors", "ends", "paced"])
+    fstack_place.add_flags(parser)
     options = parser.parse_args(argv)
     served.warm()
     missing = redis_server.missing()
     if missing:
         print(f"without Redis: {missing}")
+    fstack = fstack_place.find(options)
+    if isinstance(fstack, str):
+        print(f"without fstack://: {fstack}")
+        fstack = None
     congestion = CONGESTION.read_text().strip()
+    cycles_per_s, counted = cycles.per_second()
+    print(f"{cycles_per_s / 1e9:.2f} cycles a nanosecond of processor time ({counted})")
     quick = options.quick
     seconds, rounds = (0.05, 1) if quick else (0.4, ROUNDS)
     setting = served.atari(capacity=8_000) if quick else served.atari()
     sizes, counts = (SIZES[:3:2], ACTORS[1:2]) if quick else (SIZES, ACTORS)
     with Places() as places:
         print(f"one run on {places.kind}, congestion control {congestion}")
-        cells, small = Cells(places, seconds), Cells(places, seconds / 2)
+        cells, small = Cells(places, seconds, fstack), Cells(places, seconds / 2)
         parts: dict[str, Callable[[], Rounds]] = {
             "rows": lambda: measure_rows(cells, setting, rounds, not missing),
             "sizes": lambda: measure_sizes(small, sizes, rounds),
@@ -288,10 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         found = {name: parts[name]() for name in options.only or parts}
     results = {name: one.medians for name, one in found.items()}
-    show(results)
+    show(results, cycles_per_s)
     write_json(
         options, "transport", results, rounds=rounds, place=places.kind,
-        congestion_control=congestion, spreads={name: one.spreads for name, one in found.items()},
+        congestion_control=congestion, cycles_per_s=cycles_per_s, cycles_counted_by=counted,
+        spreads={name: one.spreads for name, one in found.items()},
     )  # fmt: skip
     if options.plot:
         plot(results, options.plot)

@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.transport import ends, paced, redis_server, rig, roofs
 from benchmarks.transport import server as served
+from benchmarks.transport.fstack_place import FstackPlace
 from benchmarks.transport.places import Places, Process
 from zapex.host.metrics import RoleMetrics
 from zapex.machine.segment import Segment
@@ -17,24 +18,35 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class Cells:
-    """Every measurement at `places`, of `seconds` an operation."""
+    """Every measurement at `places`, of `seconds` an operation. fstack: where it runs, if it can.
 
-    def __init__(self, places: Places, seconds: float) -> None:
-        self._places, self._seconds = places, seconds
+    The port of a real F-Stack can be reached where this process is, not from a place made here.
+    """
+
+    def __init__(self, places: Places, seconds: float, fstack: FstackPlace | None = None) -> None:
+        self._places, self._seconds, self.fstack = places, seconds, fstack
+
+    def _address(self, kind: str) -> tuple[str, bool]:
+        """Where a server of this kind listens, and whether both ends are at `places`."""
+        real = self.fstack.address if kind.startswith("fstack") and self.fstack else None
+        return real or self._places.address, real is None
 
     def _url(self, kind: str) -> str:
         if kind == "ipc":
             return f"ipc://{self._places.path(f'link-{self._places.port()}')}"
-        return f"tcp://{self._places.address}:{self._places.port()}"
+        return f"tcp://{self._address(kind)[0]}:{self._places.port()}"
 
-    def _with_server(self, server: Callable[[], Any], *clients: Callable[[], Any]) -> list[Any]:
-        serving = self._places.start(0, server)
+    def _with_server(
+        self, server: Callable[[], Any], *clients: Callable[[], Any], apart: bool = True
+    ) -> list[Any]:
+        """The results of clients of a server. apart: each end in its place, or both outside."""
         running: list[Process] = []
         try:
-            running = [self._places.start(1, client) for client in clients]
-            return [running.pop(0).result() for _ in clients]
+            running.append(self._places.start(0 if apart else None, server))
+            running += [self._places.start(1 if apart else None, client) for client in clients]
+            return [client.result(running[0]) for client in running[1:]]
         finally:
-            for process in [serving, *running]:
+            for process in running:
                 process.kill()
 
     def zapex(self, kind: str, setting: served.Setting) -> Result:
@@ -47,12 +59,15 @@ class Cells:
                 lambda: rig.measure_shm(rig.ShmClient(setting, host, 0), setting, seconds),
             )[0]
         url, security = self._url(kind), self._security(kind)
-        listen = url.replace("tcp", "zmtp", 1) if kind.startswith("zmtp") else url
+        scheme = next((one for one in ("zmtp", "fstack") if kind.startswith(one)), "tcp")
+        listen = url.replace("tcp", scheme, 1)
+        fstack = self.fstack.setup if self.fstack is not None and scheme == "fstack" else None
         return self._with_server(
-            lambda: served.serve_network(setting, listen, security["replay"]),
+            lambda: served.serve_network(setting, listen, security["replay"], fstack=fstack),
             lambda: rig.measure_network(
                 rig.NetworkClient(setting, url, security, 0), setting, seconds
             ),
+            apart=self._address(kind)[1],
         )[0]
 
     def _security(self, kind: str) -> dict[str, Any]:
@@ -83,8 +98,9 @@ class Cells:
         )[0]
 
     def router_end(self, router: str, polling: bool, with_keys: bool) -> Result:
-        """libzmq's router, or zapex's, with nothing behind it."""
-        address, port, keys = self._places.address, self._places.port(), None
+        """libzmq's router, or zapex's on the kernel or F-Stack, with nothing behind it."""
+        (address, apart), port, keys = self._address(router), self._places.port(), None
+        fstack = self.fstack.setup if self.fstack is not None and router == "fstack" else None
         url = f"tcp://{address}:{port}"
         if with_keys:
             import zmq
@@ -94,9 +110,10 @@ class Cells:
             lambda: (
                 ends.libzmq_server(url, polling, keys)
                 if router == "libzmq"
-                else ends.zmtp_server(address, port, polling, keys)
+                else ends.zmtp_server(address, port, polling, keys, fstack)
             ),
             lambda: ends.zmq_client(url, polling, self._seconds, keys and keys[0]),
+            apart=apart,
         )[0]
 
     def socket_end(self, polling: bool, busy_poll_us: int, zerocopy: bool) -> Result:

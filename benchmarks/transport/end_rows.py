@@ -33,6 +33,10 @@ def measure_ends(cells: Cells, rounds: int, ways: tuple[str, ...] = tuple(WAYS))
             for router in ROUTERS:
                 name = f"{router} {way}{', keys' if with_keys else ''}"
                 todo[name] = partial(cells.router_end, router, polling, with_keys)
+    if cells.fstack is not None:  # which polls always; its client blocks
+        for with_keys in (False, True):
+            name = f"{cells.fstack.name}{', keys' if with_keys else ''}"
+            todo[name] = partial(cells.router_end, "fstack", False, with_keys)
     todo |= {name: partial(cells.socket_end, *how) for name, how in SOCKETS.items()}
     if find_spec("liburing"):
         todo[URING] = cells.uring_end
@@ -41,20 +45,23 @@ def measure_ends(cells: Cells, rounds: int, ways: tuple[str, ...] = tuple(WAYS))
     return in_rounds(todo, rounds)
 
 
-def end_table(found: Result) -> Table:
-    """Echoes, large messages and idle CPU of every end."""
+def end_table(found: Result, cycles_per_s: float) -> Table:
+    """Echoes, large messages, and the cores that the server takes, of every end."""
     table = Table(title="one end alone")
     for name in ("", "echo of 64 B: p50, p99, p99.9 us", "its server's CPU us",
-                 "MB/s into slots: 1 MiB", "8 MiB", "client's CPU ns a byte",
-                 "idle CPU"):  # fmt: skip
+                 "MB/s into slots: 1 MiB", "8 MiB", "cycles a byte of 8 MiB: server, client",
+                 "server's cores: echo, 8 MiB, idle"):  # fmt: skip
         table.add_column(name, justify="right" if name else "left")
     for name, one in found.items():
-        echo = one["echo_us"]
+        echo, cycles = one["echo_us"], cycles_per_s / 1e9
         table.add_row(
             name, f"{echo['p50']:.1f}, {echo['p99']:.1f}, {echo['p99.9']:.1f}",
             f"{one['echo_server_cpu_us']:.1f}", f"{one['1_mib_mb_per_s']:,.0f}",
-            f"{one['8_mib_mb_per_s']:,.0f}", f"{one['8_mib_client_cpu_ns_per_byte']:.2f}",
-            f"{one['idle_cpu']:.1%}",
+            f"{one['8_mib_mb_per_s']:,.0f}",
+            f"{cycles * one['8_mib_server_cpu_ns_per_byte']:.2f}, "
+            f"{cycles * one['8_mib_client_cpu_ns_per_byte']:.2f}",
+            f"{one['echo_server_cores']:.2f}, {one['8_mib_server_cores']:.2f}, "
+            f"{one['idle_cpu']:.2f}",
         )  # fmt: skip
     return table
 

@@ -3,7 +3,8 @@
 A libzmq ROUTER, zapex's router over the kernel's sockets, and bare sockets, as a roof, answer the
 same requests. The clients of both routers are the same pyzmq DEALER. Server and client have one
 half of the cores each. Who polls gives its core away between two looks, as I/O threads of libzmq
-may need it. CPU is that of all threads of the server's process.
+may need it. CPU is that of all threads of the server's process. Every connection has the send
+buffer of zapex's links (docs/decisions/0012): with the system's, bbr's pacing would be measured.
 """
 
 import os
@@ -18,7 +19,9 @@ import numpy as np
 
 from benchmarks.support.harness import clock_ns, percentiles
 from benchmarks.transport.roofs import connected
+from zapex.fstack.loop import Setup
 from zapex.machine.heap import keep_memory
+from zapex.net.sockets import SEND_BUFFER_BYTES
 
 ECHO, PUSH, CPU, CHECK = b"e", b"p", b"c", b"x"  # a request; PUSH: into a slot
 LARGE = (1 << 20, 8 << 20)
@@ -74,6 +77,7 @@ def libzmq_server(url: str, polling: bool, keys: Keys) -> None:
 
     pin(0)
     router, slots = zmq.Context().socket(zmq.ROUTER), Slots()
+    router.sndbuf = SEND_BUFFER_BYTES
     if keys:
         router.curve_server, (router.curve_publickey, router.curve_secretkey) = True, keys
     router.bind(url)
@@ -91,14 +95,16 @@ def libzmq_server(url: str, polling: bool, keys: Keys) -> None:
         router.send(slots.answer(what, body))
 
 
-def zmtp_server(address: str, port: int, polling: bool, keys: Keys) -> None:
-    """Answers for ever. Large messages are received into slots."""
+def zmtp_server(
+    address: str, port: int, polling: bool, keys: Keys, fstack: Setup | None = None
+) -> None:
+    """Answers for ever. Large messages are received into slots. fstack: on F-Stack's sockets."""
     from zmq.utils import z85
 
     from zapex.zmtp.connection import Connection, Limits
     from zapex.zmtp.curve import CurveServer
     from zapex.zmtp.handshake import Local, Null
-    from zapex.zmtp.reactor import KernelReactor
+    from zapex.zmtp.reactor import KernelReactor, Reactor
     from zapex.zmtp.router import Router
 
     pin(0)
@@ -114,8 +120,13 @@ def zmtp_server(address: str, port: int, polling: bool, keys: Keys) -> None:
         pair = z85.decode(keys[0]), z85.decode(keys[1])
         return Connection(CurveServer(own, *pair, lambda key: "anybody"), limits, place)
 
-    reactor = KernelReactor()
-    router = Router(reactor, reactor.listen(address, port)[0], make)
+    reactor: Reactor = KernelReactor()
+    if fstack is not None:
+        from zapex.fstack.loop import Loop
+        from zapex.fstack.reactor import FstackReactor
+
+        reactor = FstackReactor(Loop(fstack))
+    router = Router(reactor, reactor.listen(address, port, SEND_BUFFER_BYTES)[0], make)
     while True:
         router.poll(0.0 if polling else 1.0)
         found = router.receive()
@@ -133,6 +144,7 @@ def zmq_client(url: str, polling: bool, seconds: float, key: bytes | None) -> di
 
     pin(1)
     dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.sndbuf = SEND_BUFFER_BYTES
     if key:
         dealer.curve_serverkey = key
         dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
@@ -144,8 +156,9 @@ def zmq_client(url: str, polling: bool, seconds: float, key: bytes | None) -> di
         dealer.send(body, copy=len(body) < 1 << 16)
 
     def take() -> bytes:
+        until_s = time.monotonic() + _TIMEOUT_S
         while polling and not dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            os.sched_yield()
+            yield_until(until_s)
         return bytes(dealer.recv())
 
     return measure(begin, take, polling, seconds)
@@ -200,9 +213,17 @@ def uring_server(address: str, port: int) -> None:
         call(uring.io_uring_prep_send, bytes(answer(what, small, last)))
 
 
+def yield_until(until_s: float) -> None:
+    """Let others run, between two looks. Raises TimeoutError after this time."""
+    os.sched_yield()
+    if time.monotonic() > until_s:
+        raise TimeoutError(f"the server has not answered within {_TIMEOUT_S} s")
+
+
 def tune(link: socket.socket, polling: bool, busy_poll_us: int) -> None:
     """Of a bare socket: no delay; whether the kernel polls the device, or we poll the socket."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if busy_poll_us:
         link.setsockopt(socket.SOL_SOCKET, SO_BUSY_POLL, busy_poll_us)
     link.setblocking(not polling)
@@ -210,12 +231,12 @@ def tune(link: socket.socket, polling: bool, busy_poll_us: int) -> None:
 
 def read(link: socket.socket, into: Any, polling: bool) -> bool:
     """Fill `into`; False: the connection has ended."""
-    view = memoryview(into)
+    view, until_s = memoryview(into), time.monotonic() + _TIMEOUT_S
     while view:
         try:
             count = link.recv_into(view)
         except BlockingIOError:
-            os.sched_yield()
+            yield_until(until_s)
             continue
         if not count:
             return False
@@ -274,7 +295,7 @@ class ZeroCopy:
 
     def sendall(self, data: Any) -> None:
         """All of it; returns when its memory may be changed."""
-        view = memoryview(data)
+        view, until_s = memoryview(data), time.monotonic() + _TIMEOUT_S
         while view:
             view = view[self._link.send(view, MSG_ZEROCOPY) :]
             self._under_way += 1
@@ -282,7 +303,7 @@ class ZeroCopy:
             try:
                 _, reports, _, _ = self._link.recvmsg(0, 512, MSG_ERRQUEUE)
             except BlockingIOError:
-                os.sched_yield()
+                yield_until(until_s)
                 continue
             for _, _, report in reports:
                 # struct sock_extended_err: errno, origin, type, code, pad, first, last
@@ -308,32 +329,40 @@ def measure(
     body, times = bytes(range(_ECHO_BYTES)), []
     for _ in range(200):
         assert ask(ECHO, body) == body
-    before, stop = cpu_ns(), time.monotonic() + seconds
-    while len(times) < 200 or time.monotonic() < stop:
+    before, began_s = cpu_ns(), time.monotonic()
+    while len(times) < 200 or time.monotonic() < began_s + seconds:
         start = clock_ns()
         ask(ECHO, body)
         times.append(clock_ns() - start)
+    took_s, cpu = time.monotonic() - began_s, cpu_ns() - before
     found: dict[str, Any] = {
         "echo_us": {**percentiles(times, 1000), "p99.9": float(np.percentile(times, 99.9)) / 1000},
-        "echo_server_cpu_us": (cpu_ns() - before) / len(times) / 1000,
+        "echo_server_cpu_us": cpu / len(times) / 1000,
+        "echo_server_cores": cpu / 1e9 / took_s,
     }
     for nbytes in LARGE:
         large = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).data
-        begin(PUSH, large)
         for _ in range(_SLOTS):  # every slot has been written once before the clock
             begin(PUSH, large)
             take()
-        count, before_ns, start = 0, time.process_time_ns(), time.monotonic()
-        while count < 4 or time.monotonic() < start + seconds:
+        before = cpu_ns()
+        begin(PUSH, large)
+        count, before_ns, began_s = 0, time.process_time_ns(), time.monotonic()
+        while count < 4 or time.monotonic() < began_s + seconds:
             begin(PUSH, large)
             take()
             count += 1
-        took_s, client_ns = time.monotonic() - start, time.process_time_ns() - before_ns
+        took_s, client_ns = time.monotonic() - began_s, time.process_time_ns() - before_ns
         take()
+        server_ns = (cpu_ns() - before) * count / (count + 1)
         assert _WORD.unpack(ask(CHECK))[0] == zlib.crc32(large)
-        name = f"{nbytes >> 20}_mib"
-        found[f"{name}_mb_per_s"] = count * nbytes / took_s / 1e6
-        found[f"{name}_client_cpu_ns_per_byte"] = client_ns / count / nbytes
+        name, moved = f"{nbytes >> 20}_mib", count * nbytes
+        found |= {
+            f"{name}_mb_per_s": moved / took_s / 1e6,
+            f"{name}_server_cores": server_ns / 1e9 / took_s,
+            f"{name}_server_cpu_ns_per_byte": server_ns / moved,
+            f"{name}_client_cpu_ns_per_byte": client_ns / moved,
+        }
     before, start = cpu_ns(), time.monotonic()
     time.sleep(max(0.5, seconds))
     found["idle_cpu"] = (cpu_ns() - before) / 1e9 / (time.monotonic() - start)

@@ -18,6 +18,7 @@ from benchmarks.support.processes import reap, start
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PORT = 7000
+_LOOK_S = 0.1
 
 
 class Places:
@@ -67,16 +68,17 @@ class Places:
         self._port += 1
         return self._port
 
-    def start(self, side: int, work: Callable[[], Any]) -> "Process":
+    def start(self, side: int | None, work: Callable[[], Any]) -> "Process":
         """Fork a child that does `work` on one side (0 server, 1 clients) and hands its JSON back.
 
-        The caller must have no threads of its own yet: no ZeroMQ context, no running kernel.
+        side: None: outside of both, where this process is. The caller must have no threads of its
+        own yet: no ZeroMQ context, no running kernel.
         """
         read, write = os.pipe()
 
         def there() -> None:
             os.close(read)
-            if self.names:
+            if self.names and side is not None:
                 fd = os.open(f"/var/run/netns/{self.names[side]}", os.O_RDONLY)
                 if _LIBC.setns(fd, _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
@@ -93,30 +95,42 @@ class Process:
     """A child of `Places.start`."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        self.pid, self._fd = pid, fd
+        self.pid, self._fd, self._is_over = pid, fd, False
 
-    def result(self, timeout_s: float = 120.0) -> Any:
-        """What its work returned; the child is gone then."""
+    def result(self, server: "Process | None" = None, timeout_s: float = 120.0) -> Any:
+        """What its work returned; the child is gone then.
+
+        server: without it no result can come. Raises RuntimeError as soon as one of the two has
+        failed, TimeoutError when there is no result in time.
+        """
         found, deadline = b"", time.monotonic() + timeout_s
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._fd], [], [], left_s)[0]:
-                self.kill()
-                raise TimeoutError(f"a benchmark's process took more than {timeout_s} s")
+            while not select.select([self._fd], [], [], _LOOK_S)[0]:
+                if server is not None and server.has_ended():
+                    raise RuntimeError("the server has ended before its client; its error is above")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a client had no result after {timeout_s:.0f} s")
             piece = os.read(self._fd, 1 << 16)
             if not piece:
                 break
             found += piece
+        self._is_over = True
         os.close(self._fd)
         _, status = os.waitpid(self.pid, 0)
         if status:
-            raise RuntimeError(f"a benchmark's process ended with status {status}")
+            raise RuntimeError("a client has failed; its error is above")
         return json.loads(found)
 
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def kill(self) -> None:
-        """End it."""
-        reap(self.pid)
-        os.close(self._fd)
+        """End it, if it has not ended."""
+        if not self._is_over:
+            self._is_over = True
+            reap(self.pid)
+            os.close(self._fd)
 
 
 def _ip(*arguments: str) -> None:

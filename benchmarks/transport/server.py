@@ -14,6 +14,7 @@ import numpy as np
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
+from zapex.fstack.loop import Setup
 from zapex.host.metrics import RoleMetrics
 from zapex.host.roster import Roster
 from zapex.library.prioritized import PrioritizedReplay
@@ -136,9 +137,10 @@ class NetworkServer:
     """A replay server's parts; all its memory is its own but the metrics `words`."""
 
     def __init__(
-        self, setting: Setting, url: str, security: Security, words: Any = None, **more: Any
-    ) -> None:
-        """more: for LinkServer."""
+        self, setting: Setting, url: str, security: Security, words: Any = None,
+        fstack: Setup | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """fstack: what fstack:// needs. more: for LinkServer."""
         actors, nbytes = setting.actors, setting.parameter_bytes
         experience = aligned_zeros(setting.layout.nbytes)
         experience[:] = 0  # populated
@@ -147,8 +149,9 @@ class NetworkServer:
         mailbox = Mailbox(aligned_zeros(Mailbox.required_bytes(nbytes)), nbytes, create=True)
         self.mailbox = mailbox
         self.server = LinkServer(
-            listen(url, security, setting.form.largest_request_bytes), setting.form, {},
-            roster, incarnation=time.time_ns(), params_version=lambda: mailbox.version, **more,
+            listen(url, security, setting.form.largest_request_bytes, fstack=fstack),
+            setting.form, {}, roster, incarnation=time.time_ns(),
+            params_version=lambda: mailbox.version, **more,
         )  # fmt: skip
         self.source = ZmqExperienceSource(self.server, store)
         sink = ZmqSampleSink(self.server, store)
@@ -159,9 +162,11 @@ class NetworkServer:
         self.duty = Server(setting, self.source, sink, experience, metrics)
 
 
-def serve_network(setting: Setting, url: str, security: Security, words: Any = None) -> None:
+def serve_network(
+    setting: Setting, url: str, security: Security, words: Any = None, fstack: Setup | None = None
+) -> None:
     """A replay server, for ever."""
-    made = NetworkServer(setting, url, security, words)
+    made = NetworkServer(setting, url, security, words, fstack)
     made.duty.serve(made.server.wait, made.mailbox, lambda: made.parameters.counts["sent"])
 
 
