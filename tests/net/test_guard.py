@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.support import fstack
 from tests.support.lossy_link import LossyLink
 from tests.support.relays import Accounts, Relay, serving
 from tests.support.transport_rigs import (
@@ -27,6 +28,7 @@ from tests.support.transport_rigs import (
     layout_of,
     nothing_left_open,
     until,
+    url_of,
 )
 from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, SEQUENCE
 from zapex.errors import ConfigError
@@ -64,13 +66,12 @@ def hello(role: str, channel: int, host: int = 9) -> m.Hello:
     return m.Hello(role, host, 1, channel, SCHEMA.hash, 1, {"env": "game", "gamma": 0.9})
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc", "zmtp"])
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "zmtp", "fstack"])
 def test_who_breaks_the_rules_for_the_third_time_is_hung_up_on_and_nobody_else(
     peer: Any, tmp_path: Path, scheme: str
 ) -> None:
-    url = f"ipc://{tmp_path}/r" if scheme == "ipc" else f"{scheme}://127.0.0.1:0"
     memory, accounts = Memory(layout_of(400), 1), Accounts()
-    with serving(memory, accounts, url) as server:
+    with serving(memory, accounts, url_of(scheme, tmp_path)) as server:
         relay = Relay(memory.layout, server.url)
         bad = peer(server.url)
         monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -152,15 +153,18 @@ def harm_seen(behaviour: str, server: NetworkReplay) -> bool:
 @pytest.mark.parametrize(
     ("scheme", "behaviour"),
     [("tcp", one) for one in ("garbage", "noise", "endless", "pushes", "deaf", "half-open")]
-    + [("zmtp", one) for one in ("noise", "deaf")],
+    + [(scheme, one) for scheme in ("zmtp", "fstack") for one in ("noise", "deaf")]
+    + [("fstack", "garbage")],
 )
 def test_the_run_goes_on_beside_a_hostile_peer_and_memory_stays_within_its_bound(
-    scheme: str, behaviour: str
+    tmp_path: Path, scheme: str, behaviour: str
 ) -> None:
     bound = 320 * MIB  # a thread on a busy machine needs its time to look
     memory, accounts = Memory(layout_of(600, streams=4), 2), Watched()
+    url = url_of(scheme, tmp_path)
+    fstack.in_this_process(url)  # its packet buffers are none of the messages' memory
     before = own_bytes()
-    with serving(memory, accounts, f"{scheme}://127.0.0.1:0", memory_bytes=bound) as server:
+    with serving(memory, accounts, url, memory_bytes=bound) as server:
         relay = Relay(memory.layout, server.url)
         most = 0
 

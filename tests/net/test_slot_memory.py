@@ -1,6 +1,7 @@
-"""Pushes over zmtp:// are received into the slots that they fill, and only a whole one counts."""
+"""Pushes without libzmq are received into the slots that they fill, and only a whole one counts."""
 
 import random
+import select
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from tests.support.transport_rigs import (
     layout_of,
     nothing_left_open,
     until,
+    url_of,
 )
 from tests.support.zmtp_peers import DEALER, LIMITS, drain, feed
 from zapex.chunks.batch import aligned_zeros
@@ -35,10 +37,21 @@ from zapex.zmtp.curve import CurveClient
 from zapex.zmtp.handshake import Null
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
-URL = "zmtp://127.0.0.1:0"
 LIFE = 5
 CUT = 80  # bytes of a push: its header and a part of its frames
 STREAMS = 4  # a full credit is so many slots, or twice as many
+
+
+class Served:
+    """How the servers here listen."""
+
+    scheme = ""
+
+
+@pytest.fixture(params=["zmtp", "fstack"], autouse=True)
+def scheme(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs on the kernel's sockets and on F-Stack's."""
+    monkeypatch.setattr(Served, "scheme", request.param)
 
 
 class Pushes:
@@ -69,9 +82,11 @@ class Client:
     ) -> None:  # fmt: skip
         self.server, self.messages = server, []
         address, port = server.url.removeprefix("tcp://").split(":")
-        self.sock = socket.create_connection((address, int(port)))
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = socket.socket()
         self.sock.setblocking(False)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock.connect_ex((address, int(port)))  # F-Stack answers only in turns
+        until(lambda: select.select([], [self.sock], [], 0)[1], server.turn)
         mechanism: Any = Null(DEALER)
         if keys is not None:
             own = z85.decode(keys.public), z85.decode(keys.secret)
@@ -122,8 +137,18 @@ class Client:
         until(gone, self.server.turn)
 
 
-def served(url: str = URL, memory: Memory | None = None, **more: Any) -> NetworkReplay:
+def served(url: str = "", memory: Memory | None = None, **more: Any) -> NetworkReplay:
+    url = url or url_of(Served.scheme, Path())
     return NetworkReplay(memory or Memory(layout_of(400, STREAMS), 1), url, **more)
+
+
+def write_part(client: Client, data: bytes, least: int = 1) -> None:
+    """The first bytes of a push, until the server holds some of them, or so many."""
+    server = client.server
+    held = lambda: sum(nbytes for nbytes, _ in server.listener.held())  # noqa: E731
+    until(lambda: not held(), server.turn)
+    client.write(data)
+    until(lambda: held() >= least, server.turn)
 
 
 def states(server: NetworkReplay, state: int) -> list[int]:
@@ -244,9 +269,7 @@ def test_what_another_connection_began_is_not_written_into_a_chunk_that_is_live(
     slow.until(lambda: server.server.credit_bytes(0))
     message = pushes(0, rows=8)
     data = slow.bytes_of(message)
-    slow.write(data[:CUT])
-    for _ in range(5):
-        server.turn()
+    write_part(slow, data[:CUT])
     quick.push(message)
     quick.until(lambda: server.source.counts["chunks"] == 1)
     server.turn()
@@ -275,9 +298,8 @@ def test_only_a_body_that_is_expected_next_is_received_into_a_slot() -> None:
         if server.source.counts["chunks"] == 0:
             client.push(pushes(0))
             client.until(lambda: server.source.counts["chunks"] == 1)
-        client.write(client.bytes_of(message)[: -len(message[-1])])
-        for _ in range(10):
-            server.turn()
+        least = sum(map(len, message[:-1]))
+        write_part(client, client.bytes_of(message)[: -len(message[-1])], least)
         frames = bytes(message[1])
         starts = [store.body(slot) for slot in states(server, GRANTED)]
         found = frames in [bytes(store.mem[at : at + len(frames)]) for at in starts]
@@ -302,9 +324,7 @@ def test_a_new_connection_takes_over_from_one_that_stopped_within_a_body() -> No
     old = Client(server)
     old.until(lambda: server.server.credit_bytes(0))
     data = old.bytes_of(pushes(0))
-    old.write(data[:CUT])
-    for _ in range(5):
-        server.turn()
+    write_part(old, data[:CUT])
     new = Client(server)
     with suppress(OSError):
         old.write(data[CUT:])
@@ -317,9 +337,7 @@ def test_a_host_that_left_within_a_body_cannot_write_on_into_slots_of_others() -
     old, small = Client(server), Client(server, channel=m.SMALL)
     old.until(lambda: server.server.credit_bytes(0))
     data = old.bytes_of(pushes(0, rows=8))
-    old.write(data[:CUT])
-    for _ in range(5):
-        server.turn()
+    write_part(old, data[:CUT])
     small.push(m.encode(m.Bye("")))
     new = Client(server, host=2)
     new.until(lambda: server.server.credit_bytes(0) and old.is_closed())
@@ -334,9 +352,7 @@ def test_a_replay_that_dies_within_a_body_finds_its_slot_granted_and_free() -> N
     client.until(lambda: server.server.credit_bytes(0))
     data = client.bytes_of(pushes(0, rows=8))
     for cut in (70, CUT, len(data) - 1):
-        client.write(data[:cut])
-        for _ in range(5):
-            server.turn()
+        write_part(client, data[:cut])
         server.close()  # what it had in its own memory is lost
         server = accounts.watch(served(memory=memory))
         assert len(server.replay) == 0
@@ -385,9 +401,9 @@ def _messages(pushes: Pushes) -> Iterable[list[Buffer]]:
             sequence += 1
 
 
-def test_the_same_messages_have_the_same_result_as_over_tcp(tmp_path: Path) -> None:
+def test_the_same_messages_have_the_same_result_as_over_tcp() -> None:
     results = []
-    for url in ("tcp://127.0.0.1:0", URL):
+    for url in ("tcp://127.0.0.1:0", ""):
         pushes, context = Pushes(), zmq.Context()
         server = served(url)
         dealer = context.socket(zmq.DEALER)

@@ -104,7 +104,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Lies of an insider beside honest peers.")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scheme", choices=("tcp", "zmtp"), default="tcp")
+    parser.add_argument("--scheme", choices=("tcp", "zmtp", "fstack"), default="tcp")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     watch = Watch()

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 
 from tests.support.relays import Accounts, Relay
-from tests.support.transport_rigs import BATCH, BETA, Memory, NetworkReplay, make_link, until
+from tests.support.transport_rigs import (
+    BATCH,
+    BETA,
+    Memory,
+    NetworkReplay,
+    make_link,
+    until,
+    url_of,
+)
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.columns import Column
 from zapex.chunks.layout import COUNT, HOST, LIVE, STATE, BatchLayout
@@ -99,7 +107,7 @@ class World:
         self.honest = Honest(set(range(1, HONEST + 1)))
         self.server = self.honest.watch(
             NetworkReplay(
-                Memory(layout(), ACTORS), f"{scheme}://127.0.0.1:0", self.security["replay"],
+                Memory(layout(), ACTORS), url_of(scheme, keys), self.security["replay"],
                 form=form(), tell=self.told.append,
             )
         )  # fmt: skip

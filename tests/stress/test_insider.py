@@ -7,8 +7,10 @@ import pytest
 from tests.stress.insider import LIES, Attack
 from zapex.net import keys as curve_keys
 
+SLOW = [pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("zmtp", "fstack")]
 
-@pytest.fixture(scope="module", params=["tcp", pytest.param("zmtp", marks=pytest.mark.slow)])
+
+@pytest.fixture(scope="module", params=["tcp", *SLOW])
 def attack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Attack]:
