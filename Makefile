@@ -182,7 +182,7 @@ environment:
 	@test -e '$(BIN)/python' || $(PYTHON) -m venv \
 	  $(if $(filter existing,$(TORCH)),--system-site-packages) '$(VENV)'
 	@$(MAKE) --no-print-directory TORCH=$(TORCH) install-torch-$(TORCH)
-	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[curve,fstack,video,dev]'
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[curve,fstack,redis,video,dev]'
 	@touch '$(STAMP)'
 	@echo 'Made: $(BIN)/zapex'
 

@@ -18,7 +18,7 @@ For readers of the code: where things live. Imports run down this map and never 
     12  __main__
     11  cli
     10  library, run             the two products; neither imports the other
-     9  zmq_transport
+     9  redis_transport, zmq_transport
      8  net
      7  roles, shm_transport, watch
      6  host, transport, wire

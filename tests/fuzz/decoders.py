@@ -102,7 +102,7 @@ def examples() -> dict[str, Any]:
     config = {"gamma": 0.5, "env": "x", "env_kwargs": {"a": [1, None, True]}}
     chunks = [(0, 9, 2), (0, 8, 1)]
     push = m.Push.of_chunks(LAYOUT, _chunk(), chunks, actor=3, incarnation=77, sequence=12)
-    return messages.examples(push, _batch(), config)
+    return messages.examples(push, _batch(), config, SCHEMA)
 
 
 def _decode(data: bytes) -> Any | None:

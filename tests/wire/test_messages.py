@@ -68,7 +68,7 @@ def examples() -> dict[str, object]:
         LAYOUT, chunk(), [(0, 9, 2), (0, 8, 1)], actor=3, incarnation=77, sequence=12
     )
     batch = m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, batch_parts())
-    return messages.examples(push, batch, {"gamma": 0.5, "env": "x"})
+    return messages.examples(push, batch, {"gamma": 0.5, "env": "x"}, SCHEMA)
 
 
 def joined(parts) -> bytes:

@@ -1,16 +1,18 @@
 """The commands of a run on many hosts: replay, actor, learner, and keygen for their keys."""
 
+import itertools
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from zapex.cli.flags import parse
 from zapex.cli.resolve import Options, Resolved, findings, prepared, resolve
 from zapex.errors import ConfigError
 from zapex.host.parts import PARTS, Part
-from zapex.net.addresses import DEFAULT_PORT
+from zapex.net.addresses import DEFAULT_PORT, is_redis
 
 if TYPE_CHECKING:
     from zapex.run.run import Membership
@@ -60,7 +62,9 @@ class _JoinOptions(_HostOptions):
     """What the other hosts take besides the settings."""
 
     replay: str = DEFAULT_URL
-    """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH."""
+    """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH. Or a Redis that you run, in
+    place of `zapex replay`: redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// with TLS; the
+    password is taken from REDISCLI_AUTH (docs/many_hosts.md)."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,30 @@ def command(name: str, args: list[str], wrap: str = "") -> int:
 
 
 def _chosen(part: Part, args: list[str]) -> Part:
-    """The part with a learner, if it is asked for."""
-    asked = {"--with-learner", "--with-learner=true"} & set(args)
-    return PARTS["replay with learner"] if part.listens and asked else part
+    """The part with a learner, or over a Redis, if it is asked for."""
+    if part.listens:
+        asked = {"--with-learner", "--with-learner=true"} & set(args)
+        return PARTS["replay with learner"] if asked else part
+    urls = [word.removeprefix("--replay=") for word in args if word.startswith("--replay=")]
+    urls += [after for word, after in itertools.pairwise(args) if word == "--replay"]
+    over_redis = any(is_redis(url) for url in urls)
+    return PARTS[f"{part.name} over redis"] if over_redis else part
+
+
+def _redis_url(url: str, more: _JoinOptions) -> str:
+    """The URL without its password, which is put where child processes read it. Checked."""
+    if more.keys:
+        raise ConfigError("--keys are of tcp://: for a Redis use rediss:// (TLS) and its passwords")
+    from zapex.net.redis_link import PASSWORD, check_url
+
+    parts = urlsplit(url)
+    if parts.password:
+        os.environ[PASSWORD] = unquote(parts.password)
+        user, _, host = parts.netloc.rpartition("@")
+        url = parts._replace(netloc=f"{user.partition(':')[0]}@{host}").geturl()
+        url = url.replace("//@", "//")
+    check_url(url, more.insecure_network)
+    return url
 
 
 def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
@@ -153,14 +178,19 @@ def _membership(run: Resolved, part: Part) -> "Membership":
 
     more, flag = run.more, f"--{part.address}"
     url = getattr(more, part.address)
-    membership = Membership(part.name, url, more.keys, more.insecure_network)
+    # A run that is resumed is the one whose learner was there; its directory has a lock.
+    take_over = getattr(more, "take_over", False) or bool(run.config.run.resume)
+    membership = Membership(
+        part.name, url, more.keys, more.insecure_network,
+        take_over=take_over and part.learns and not part.listens,
+    )  # fmt: skip
+    if part.over_redis:
+        return replace(membership, url=_redis_url(url, more))
     address = addresses.parse(url, flag)
     security_of(membership).check(url, flag)
     if not part.listens:
         addresses.check_known(address)
-        # A run that is resumed is the one whose learner was there; its directory has a lock.
-        take_over = part.learns and (more.take_over or bool(run.config.run.resume))
-        return replace(membership, take_over=take_over)
+        return membership
     membership = replace(
         membership, network_memory_bytes=more.network_memory << 20, fstack_lib=more.fstack_lib,
         fstack_conf=more.fstack_conf, fstack_eal=more.fstack_eal,
@@ -180,6 +210,9 @@ def doctor(name: str, args: list[str]) -> int:
     from zapex.run import preflight
 
     more = run.more
+    if part.over_redis:
+        url = _redis_url(more.replay, more)
+        return preflight.doctor([*findings(run, part), *preflight.check_redis(url)])
     fstack = None
     if part.listens:
         from zapex.fstack.loop import Setup

@@ -144,7 +144,7 @@ def _choose(
     preset = given.pop("preset", values.pop("preset", "auto"))
     sections = merged(vars(Config()), {"preset": preset})  # a misspelt one is reported here
     task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
-    chosen = presets.choose(preset, task, machine, part.words[0])
+    chosen = presets.choose(preset, task, machine, part.name)
     sections = merged(sections, {name: value for name, (value, _) in chosen.items()})
     changed: dict[str, Choice] = {}
     for more, reason in ((values, source), (given, "you gave it")):
@@ -269,8 +269,9 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
 def _concerns(part: Part, name: str) -> bool:
     """Whether a role of this part uses the setting; its host prints no others."""
     section, _ = FIELDS[name]
-    # The replay's host numbers the actors of all hosts.
-    return section in {"env", "run", *part.roles} or (part.listens and name == "actors")
+    if part.holds_replay and (section == "replay" or name == "actors"):
+        return True  # the replay's host numbers the actors of all hosts
+    return section in {"env", "run", *part.roles}
 
 
 def run_directory(text: str) -> Path:

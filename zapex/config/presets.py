@@ -58,6 +58,11 @@ class Host:
         return int(_MEMORY_SHARE * self.machine.memory_bytes)
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether the experience of actors of other hosts is kept here."""
+        return self.part.startswith("replay") or self.part == "learner over redis"
+
+    @property
     def most_actors(self) -> int:
         """As many as fit in the same share of memory, with the other roles."""
         return max(1, self.replay_share // PROCESS_BYTES - 4)
@@ -69,11 +74,11 @@ Rule = tuple[Any | Callable[[Host], Any], str]
 def _workstation_actors(host: Host) -> int:
     """Those of this host; for the replay's host the most of all hosts together."""
     cores = host.machine.cores
-    if host.part.startswith("replay"):
+    if host.keeps_all:
         return max(32, 2 * cores)
     if host.part == "learner":
         return 1  # it has none
-    if host.part == "actor":  # the relay takes one core, or on many cores a few
+    if host.part.startswith("actor"):  # the relay takes one core, or on many cores a few
         wanted = cores if cores <= 4 else cores - min(3, -(-cores // 16))
     elif host.machine.learns_on_gpu:
         wanted = cores - (2 if cores <= 8 else 3 if cores <= 32 else 4)
@@ -83,7 +88,7 @@ def _workstation_actors(host: Host) -> int:
 
 
 def _few_actors(host: Host) -> int:
-    return min(32 if host.part.startswith("replay") else 4, _workstation_actors(host))
+    return min(32 if host.keeps_all else 4, _workstation_actors(host))
 
 
 def _laptop_actors(host: Host) -> int:
@@ -262,7 +267,7 @@ def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict
         chosen["reward_clip"] = Choice(False, "clipping is customary for Atari")
     if chosen["preset"].value == "paper":
         return chosen
-    if part in ("actor", "learner"):
+    if part in ("actor", "learner", "actor over redis"):
         chosen.pop("capacity")  # the replay's host has it
     else:
         chosen |= _within_memory(task, host, chosen)

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from zapex.host.metrics import Role
 
-PartName = Literal["all", "replay", "replay with learner", "actor", "learner"]
-Link = Literal["memory", "listens", "dials"]
-"""The link of a role to the others: this host's memory, a socket that listens, or a socket that
-connects to the replay's host."""
+PartName = Literal[
+    "all", "replay", "replay with learner", "actor", "learner", "actor over redis",
+    "learner over redis",
+]  # fmt: skip
+Link = Literal["memory", "listens", "dials", "redis"]
+"""The link of a role to the others: this host's memory, a socket that listens, a socket that
+connects to the replay's host, or a Redis between actors and a learner that keeps the replay."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Part:
     @property
     def words(self) -> tuple[str, ...]:
         """The command and the flag that choose this part."""
-        return ("replay", "--with-learner") if self.listens and self.learns else (self.name,)
+        if self.listens and self.learns:
+            return ("replay", "--with-learner")
+        return (self.name.partition(" over ")[0],)
 
     @property
     def listens(self) -> bool:
@@ -50,12 +55,23 @@ class Part:
     @property
     def intake(self) -> str:
         """The role that accepts chunks on this host; "" if there is none."""
-        return next((role for role in ("replay", "relay") if role in self.roles), "")
+        found = (role for role in ("replay", "relay") if role in self.roles)
+        return next(found, "learner" if self.samples_itself else "")
+
+    @property
+    def over_redis(self) -> bool:
+        """Whether its link to other hosts is a Redis."""
+        return "redis" in self.roles.values()
+
+    @property
+    def samples_itself(self) -> bool:
+        """Whether the learner keeps the experience, and draws its batches itself."""
+        return self.roles.get("learner") == "redis"
 
     @property
     def holds_replay(self) -> bool:
         """Whether the run's experience is in this host's memory."""
-        return "replay" in self.roles
+        return "replay" in self.roles or self.samples_itself
 
     @property
     def learns(self) -> bool:
@@ -85,6 +101,12 @@ PARTS: dict[str, Part] = {
             "learner",
             {"learner": "dials", "evaluator": "memory"},
             elsewhere=("actor", "replay"),
+        ),
+        Part("actor over redis", {"actor": "memory", "relay": "redis"}, rejoins=True),
+        Part(
+            "learner over redis",
+            {"learner": "redis", "evaluator": "memory"},
+            elsewhere=("actor", "replay"),  # of which its learner writes the replay's
         ),
     )
 }

@@ -103,7 +103,7 @@ class HostPlan:
             rings[f"commits {i}"] = (2 * credit, np.dtype(np.int64))
             rings[f"grants {i}"] = (4 * credit, GRANT)
             rings[f"episodes {i}"] = (_EPISODES, EPISODE)
-        if self.part.holds_replay and self.part.learns:
+        if "replay" in self.part.roles and self.part.learns:
             window = _power_of_two(self.prefetch)
             rings["requests"] = (2 * window, np.dtype(np.int64))
             rings["answers"] = (2 * window, self.answer_dtype)

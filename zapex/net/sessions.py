@@ -170,7 +170,8 @@ class Sessions:
         """Why this client is refused, or None."""
         if role not in (None, hello.role):
             return Error(Fault.REFUSED, f"this key is not for the role {hello.role}")
-        ours, different = self._form.schema.hash, self._differences(hello.config)
+        ours = self._form.schema.hash
+        different = differences(self._config, hello.config)
         if hello.schema != ours:
             text = f"the peer's schema is {hello.schema:#018x}, the replay's {ours:#018x}"
             return Error(Fault.REFUSED, text + different)
@@ -191,17 +192,6 @@ class Sessions:
                 text = f"{known} trains with this replay: end it, or give --take-over to replace it"
                 return Error(Fault.REFUSED, text)
         return None
-
-    def _differences(self, theirs: Mapping[str, Any]) -> str:
-        names = sorted(self._config.keys() | theirs.keys())
-        lines = [
-            f"{name} is {self._config.get(name)!r} at the replay and {theirs.get(name)!r} here"
-            for name in names
-            if self._config.get(name) != theirs.get(name)
-        ]
-        if not lines:
-            return ""
-        return f": {', '.join(lines)}; give all commands of a run the same --config"
 
     def _session(self, hello: Hello, role: str | None, address: str) -> Session:
         """The session of this client, new or known."""
@@ -256,6 +246,20 @@ class Sessions:
                 if former is not None and not self._roster.actors_of(former.host):
                     self._end(former)
         return actors
+
+
+def differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], where: str = "the replay"
+) -> str:
+    """The settings that differ, as the end of a sentence; "" if none do."""
+    lines = [
+        f"{name} is {there.get(name)!r} at {where} and {here.get(name)!r} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if not lines:
+        return ""
+    return f": {', '.join(lines)}; give all commands of a run the same --config"
 
 
 def _place(hello: Hello | Session) -> tuple[str, int]:

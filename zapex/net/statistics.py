@@ -8,7 +8,7 @@ The counts of an actor number continue when another host takes the number over.
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,12 +65,19 @@ class _Round:
         return sent
 
 
+class StatsLink(Protocol):
+    """What carries statistics."""
+
+    def send(self, channel: int, message: Stats) -> object | None:
+        """Send without waiting; None: not now."""
+
+
 class StatsSender:
     """Sends this host's blocks, by their numbers in the run, and its actors' episodes."""
 
     def __init__(
         self,
-        link: ZmqLink,
+        link: StatsLink,
         blocks: Mapping[int, RoleMetrics],
         episodes: Callable[[int], NDArray[np.void]] = lambda number: _NO_EPISODES,
         clock_s: Callable[[], float] = time.monotonic,
@@ -101,7 +108,7 @@ class _Taken(NamedTuple):
     episodes: NDArray[np.void]
 
 
-class _RemoteRole:
+class RemoteRole:
     """One role of another host, as this host knows it."""
 
     def __init__(self, host: HostMemory, name: str) -> None:
@@ -147,11 +154,11 @@ class _RemoteRole:
         return _Taken(added, left, records)
 
 
-def _remote_roles(host: HostMemory) -> dict[int, _RemoteRole]:
+def remote_roles(host: HostMemory) -> dict[int, RemoteRole]:
     """The roles of other hosts that this host knows, by their numbers in messages."""
     numbers = {f"actor {i}": i for i in range(host.plan.actors)}
     numbers |= {"learner": LEARNER, "replay": REPLAY}
-    return {numbers[name]: _RemoteRole(host, name) for name, _ in host.plan.elsewhere}
+    return {numbers[name]: RemoteRole(host, name) for name, _ in host.plan.elsewhere}
 
 
 class _Account:
@@ -211,7 +218,7 @@ class StatsHandler:
         limits, now_s = server.form.limits, clock_s()
         self._accounts = [_Account(host.plan, limits, i, now_s) for i in range(host.plan.actors)]
         self._own = host.metrics("replay")
-        self._roles = _remote_roles(host)
+        self._roles = remote_roles(host)
         self._numbers = [*range(host.plan.actors), REPLAY]
         self._episodes = host.ring("episodes").producer()
         self._waiting: deque[NDArray[np.void]] = deque(maxlen=_WAITING)
@@ -295,7 +302,7 @@ class StatsReader:
     """
 
     def __init__(self, link: ZmqLink, host: HostMemory) -> None:
-        self._roles = _remote_roles(host)
+        self._roles = remote_roles(host)
         self._episodes = host.ring("episodes").producer()
         self._epoch = 0
         link.handlers[Kind.STATS] = self._take

@@ -13,6 +13,38 @@ from zapex.sumtree_numba import Method
 from zapex.transport import ExperienceSource, SampleSink
 
 
+class ReplayCounts:
+    """Applies priorities to a memory, and publishes what it holds and what was done to it."""
+
+    def __init__(self, replay: ReplayCore, intake: Intake, metrics: RoleMetrics) -> None:
+        self._replay, self._intake, self._metrics = replay, intake, metrics
+        self.updates_refused = 0
+
+    def reprioritise(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> None:
+        """Apply new priorities. A learner that has diverged must not damage the memory."""
+        try:
+            self._replay.reprioritise(keys, priorities.astype(np.float64))
+        except (InvalidPriority, ConfigError) as error:
+            if not self.updates_refused:
+                print(f"an update is refused, more are only counted: {error}", file=sys.stderr)
+            self.updates_refused += 1
+
+    def publish(self) -> None:
+        """Write the present numbers into the metrics."""
+        metrics, replay = self._metrics, self._replay
+        metrics.add_up(
+            inserted=self._intake.inserted,
+            updates_refused=self.updates_refused,
+            **{n: getattr(replay, n) for n in ("evicted", "updates_applied", "updates_stale")},
+        )
+        for name, value in {
+            "live": len(replay),
+            "bytes_used": replay.ledger.counts["live"] * replay.store.layout.body_bytes,
+            **{f"slots_{state}": count for state, count in replay.ledger.counts.items()},
+        }.items():
+            metrics.set(name, value)
+
+
 class ReplayServer:
     """One duty cycle over a source of experience and the learner's requests.
 
@@ -35,7 +67,7 @@ class ReplayServer:
         self._source, self._sink, self._metrics = source, sink, metrics
         self._batch_size, self._method = batch_size, method
         self._released = 0
-        self.updates_refused = 0
+        self._counts = ReplayCounts(replay, intake, metrics)
         metrics.enter("other")
         metrics.set("capacity", replay.layout.capacity)
 
@@ -47,7 +79,7 @@ class ReplayServer:
         work = self.intake.do_work(self._sink.issued, self._released)
         metrics.enter("update")
         for keys, priorities in self._sink.updates():
-            self._update(keys, priorities)
+            self._counts.reprioritise(keys, priorities)
             work += 1
         metrics.enter("sample")
         for _ in range(self._sink.requests()):
@@ -78,29 +110,9 @@ class ReplayServer:
         self._publish_counts()
         self._metrics.leave()
 
-    def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> None:
-        """Apply new priorities. A learner that has diverged must not damage the memory."""
-        try:
-            self.replay.reprioritise(keys, priorities.astype(np.float64))
-        except (InvalidPriority, ConfigError) as error:
-            if not self.updates_refused:
-                print(f"an update is refused, more are only counted: {error}", file=sys.stderr)
-            self.updates_refused += 1
-
     def _publish_counts(self) -> None:
-        metrics, replay = self._metrics, self.replay
-        metrics.add_up(
-            inserted=self.intake.inserted,
-            updates_refused=self.updates_refused,
-            **{n: getattr(replay, n) for n in ("evicted", "updates_applied", "updates_stale")},
-        )
-        for name, value in {
-            "live": len(replay),
-            "bytes_used": replay.ledger.counts["live"] * replay.store.layout.body_bytes,
-            **{f"slots_{state}": count for state, count in replay.ledger.counts.items()},
-        }.items():
-            metrics.set(name, value)
-        metrics.set("limiter", LIMITER_STATES.index(self._limiter_state()))
+        self._counts.publish()
+        self._metrics.set("limiter", LIMITER_STATES.index(self._limiter_state()))
 
     def _limiter_state(self) -> str:
         """Which side waits now: one of LIMITER_STATES."""

@@ -93,7 +93,7 @@ class Collector:
         run, plan = self.run, self.host.plan
         config, spec, membership = run.config, run.spec, run.membership
         column = plan.replay.schema.columns["obs"]
-        where = "at" if run.part.listens else "of the replay at"
+        where = "at" if run.part.holds_replay else "of the replay at"
         return RunFacts(
             environment=spec.env_id,
             preset=config.run.preset,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from zapex.net.listener import listen
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
-from zapex.net.statistics import SILENT_S, StatsHandler, StatsReader, StatsSender
+from zapex.net.statistics import SILENT_S, StatsHandler, StatsLink, StatsReader, StatsSender
 from zapex.run.run import Membership, Run
 from zapex.run.topology import (
     LinkedRole,
@@ -27,13 +28,16 @@ from zapex.run.topology import (
     make_memory,
     make_replay,
 )
-from zapex.transport import SampleSink
+from zapex.transport import ChunkLink, ParameterSink, ParameterSource, SampleSink
 from zapex.wire.control import LEARNER, Bye, Welcome
 from zapex.zmq_transport import (
     ChunkSender,
     ZmqParameterSink,
     ZmqParameterSource,
 )
+
+if TYPE_CHECKING:
+    from zapex.roles.relay import Relay
 
 _NEWS_PERIOD_S = 30.0  # between two reminders of the same problem
 _LOOK_S = 0.5
@@ -47,10 +51,25 @@ def security_of(membership: Membership) -> Security:
     return Security.load(membership.keys, key, membership.insecure_network)
 
 
-class _LinkWatch:
+class Watched(Protocol):
+    """A link that says how it is. over: why the run has ended; "" while it runs."""
+
+    over: str
+
+    @property
+    def waiting(self) -> str:
+        """What this end waits for, and for how long; "" while it is answered."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last answer."""
+
+
+class LinkWatch:
     """Reports whom this host waits for and since when, when that ends, and when the run ends."""
 
-    def __init__(self, link: ZmqLink, notices: Notices) -> None:
+    def __init__(self, link: Watched, notices: Notices, whom: str = "the replay") -> None:
+        self._whom = whom
         self._link, self._notices = link, notices
         self._said = ""
         self._since_s = self._due_s = 0.0
@@ -67,11 +86,11 @@ class _LinkWatch:
             self._due_s = now_s + _NEWS_PERIOD_S
             self._notices.tell(waiting)
         elif self._said and not waiting:
-            self._notices.tell(f"the replay answers again, after {now_s - self._since_s:.0f} s")
+            self._notices.tell(f"{self._whom} answers again, after {now_s - self._since_s:.0f} s")
         self._said = waiting
 
 
-def _open(link: ZmqLink, watch: _LinkWatch) -> None:
+def _open(link: ZmqLink, watch: LinkWatch) -> None:
     """Wait for the replay without a limit; the user is told, and SIGTERM ends the wait."""
     while True:
         try:
@@ -100,12 +119,8 @@ def _membership(run: Run) -> Membership:
 
 def make_relay(start: Start) -> LinkedRole:
     """Make the relay. What a former incarnation did not send is in the slots."""
-    from zapex.roles.intake import Intake
-    from zapex.roles.relay import Outbox, Relay
-
-    run, host, membership = start.run, start.host, _membership(start.run)
-    plan = host.plan
-    link = _make_link(start, plan.actors)
+    host, membership = start.host, _membership(start.run)
+    link = _make_link(start, host.plan.actors)
 
     def check(welcome: Welcome, channel: int) -> None:
         numbers = tuple(welcome.actors["actor"].tolist())
@@ -115,8 +130,24 @@ def make_relay(start: Start) -> LinkedRole:
             raise Fenced(f"another host now has the actor numbers {membership.numbers} of this one")
 
     link.on_welcome.append(check)
-    store, source = host.store(), host.experience_source()
-    outbox = Outbox(store, plan.replay, ChunkSender(link, store))
+    role = relay_over(
+        start, ChunkSender(link, host.store()), ZmqParameterSource(link), link, link.ready
+    )
+    chores = [LinkWatch(link, start.notices)]
+    return LinkedRole(role, chores, lambda: link.close(bye=Bye()), link.fds)
+
+
+def relay_over(
+    start: Start, sender: ChunkLink, parameters: ParameterSource, statistics: StatsLink,
+    link_ready: Callable[[], object],
+) -> "Relay":  # fmt: skip
+    """Make the relay of this host's actors over the ends of any link."""
+    from zapex.roles.intake import Intake
+    from zapex.roles.relay import Outbox, Relay
+
+    run, host, membership = start.run, start.host, _membership(start.run)
+    plan, store, source = host.plan, host.store(), host.experience_source()
+    outbox = Outbox(store, plan.replay, sender)
     intake = Intake(
         source,
         outbox,
@@ -135,20 +166,18 @@ def make_relay(start: Start) -> LinkedRole:
         return records
 
     blocks = {n: host.metrics(f"actor {i}") for i, n in enumerate(membership.numbers)}
-    role = Relay(
+    return Relay(
         intake,
         outbox,
         source,
-        ZmqParameterSource(link),
+        parameters,
         host.mailbox(),
         host.metrics("relay"),
         parameter_bytes=plan.parameter_bytes,
-        link_ready=link.ready,
-        report=StatsSender(link, blocks, take_finished).do_work,
+        link_ready=link_ready,
+        report=StatsSender(statistics, blocks, take_finished).do_work,
         ended=lambda: not any(host.incarnation(f"actor {i}") for i in range(plan.actors)),
     )
-    chores = [_LinkWatch(link, start.notices)]
-    return LinkedRole(role, chores, lambda: link.close(bye=Bye()), link.fds)
 
 
 # The learner's host.
@@ -157,7 +186,7 @@ def make_relay(start: Start) -> LinkedRole:
 class BothSinks:
     """Parameters for this host's evaluator, and for all other hosts."""
 
-    def __init__(self, here: Mailbox, there: ZmqParameterSink) -> None:
+    def __init__(self, here: Mailbox, there: ParameterSink) -> None:
         self._here, self._there = here, there
 
     @property
@@ -174,7 +203,7 @@ class BothSinks:
 def make_learner_there(start: Start) -> LinkedRole:
     """Make the learner, once the replay has answered with the newest version's number."""
     host, link = start.host, _make_link(start)
-    watch = _LinkWatch(link, start.notices)
+    watch = LinkWatch(link, start.notices)
     source, sink = ZmqSampleSource(link, host.plan.beta), ZmqParameterSink(link)
     StatsReader(link, host)
     sender = StatsSender(link, {LEARNER: host.metrics("learner")})

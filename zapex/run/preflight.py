@@ -137,6 +137,19 @@ def check_link(
     return [own, answer]
 
 
+def check_redis(url: str) -> list[Finding]:
+    """Check that the Redis of a run answers this user."""
+    from zapex.net.redis_link import PASSWORD, RedisLink
+
+    link = RedisLink(url, os.environ.get(PASSWORD, ""), None)
+    answers = link.attempt(lambda client: bool(client.ping()), False)
+    link.close()
+    found = "answers" if answers else link.problem
+    return [
+        Finding("Redis", found, answers, f"one at {url}", "" if answers else "start Redis there")
+    ]
+
+
 def _admits(url: str, keys: str, role: str, timeout_s: float) -> bool:
     """Whether a replay answers to this key. Its hello must be refused: a role may already run."""
     from zapex.net.keys import Security

@@ -37,6 +37,7 @@ from zapex.wire.message import (
     text_body,
     word,
 )
+from zapex.wire.pairs import Pairs
 
 MAX_CONFIG_BYTES = 1 << 16
 # Parsed JSON takes many times the memory of its text, so objects are counted first.
@@ -246,7 +247,7 @@ _MESSAGES: dict[Kind, type[Message]] = {
     message.kind: message
     for message in (
         Hello, Welcome, Push, Ack, Sample, BatchMessage, Update, UpdateAck, Pull, Params, Publish,
-        PublishAck, Stats, Bye, Error, Call, Reply,
+        PublishAck, Stats, Bye, Error, Call, Reply, Pairs,
     )
 }  # fmt: skip
 _NEED_NO_FORM = {

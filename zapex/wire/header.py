@@ -57,6 +57,7 @@ class Kind(IntEnum):
     ERROR = 15
     CALL = 16
     REPLY = 17
+    PAIRS = 18
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,25 @@ def _crc(head: bytes | Buffer, body: Sequence[Buffer]) -> int:
     for buffer in body:
         crc = crc32(buffer, crc)
     return crc
+
+
+def joined(buffers: Sequence[Buffer]) -> bytes:
+    """A message's buffers as one value, each behind its length (u32)."""
+    return b"".join(
+        part for buffer in buffers for part in (buffer.nbytes.to_bytes(4, "little"), buffer)
+    )
+
+
+def split(value: bytes | Buffer) -> list[Buffer]:
+    """The buffers of a value that `joined` made, as views. Raises BadMessage."""
+    rest, parts = memoryview(value), list[Buffer]()
+    while rest:
+        nbytes = int.from_bytes(rest[:4], "little")
+        if len(parts) == MAX_BUFFERS or rest.nbytes < 4 + nbytes:
+            raise BadMessage(f"the value is not 1 to {MAX_BUFFERS} parts behind their lengths")
+        parts.append(rest[4 : 4 + nbytes])
+        rest = rest[4 + nbytes :]
+    return parts
 
 
 def kind_of(buffers: Sequence[Any]) -> int:
