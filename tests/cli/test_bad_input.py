@@ -176,6 +176,8 @@ train SMALL --samples-per-insert 8 --samples-per-insert-tolerance 9 | 0 chooses 
 train SMALL --eval-episodes 0                | --eval-episodes must be at least 1
 train SMALL --exp 'a/b ../x'                 | --exp must be
 train SMALL --track                          | pip install "zapex[wandb]"
+train SMALL --visdom localhost:8097          | --visdom must be like http://localhost:8097
+train SMALL --visdom http://127.0.0.1:1      | start one with `python -m visdom.server`
 # Files and directories.
 train SMALL --run-dir taken                  | zapex train --resume taken
 train SMALL --run-dir /proc/run              | --run-dir /proc/run cannot be made

@@ -164,6 +164,7 @@ def facts(run_dir: Path | None = None) -> RunFacts:
         run_dir=run_dir,
         resume=shlex.join(["zapex", "train", "--resume", str(run_dir)]),
         streams=STREAMS,
+        envs_per_actor=STREAMS // 2,
         greedy_stream=STREAMS - 1,
         plain_transition_bytes=2 * 4 * 84 * 84,
         shared_bytes=int(400_000 * 7900 * 1.02),
@@ -221,7 +222,8 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
-    from zapex.watch.recorders import JsonLines, TensorBoard
+    from zapex.watch.dashboards import TensorBoard
+    from zapex.watch.recorders import JsonLines
     from zapex.watch.terminal import open_view
 
     run_dir = arguments.run_dir

@@ -14,10 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.support import fake_run
+from zapex.watch.dashboards import TensorBoard, WeightsAndBiases
 from zapex.watch.recorders import (
     JsonLines,
-    TensorBoard,
-    WeightsAndBiases,
     numbers,
     read_base,
     read_evaluations,

@@ -243,6 +243,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     from zapex.config import places
     from zapex.config.presets import explain
     from zapex.run import preflight
+    from zapex.watch import visdom
     from zapex.watch.terminal import print_table
 
     config = run.config
@@ -253,6 +254,8 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
         config = config.replace(run_dir=str(directory))
     if part.learns and config.run.track and find_spec("wandb") is None:
         raise ConfigError('--track needs wandb: pip install "zapex[wandb]"')
+    if part.learns and config.run.visdom:
+        visdom.check(config.run.visdom)
     preflight.demand(findings(run, part))
     found = run.machine.gpu
     if found is not None and found.problem:

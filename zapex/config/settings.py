@@ -189,6 +189,8 @@ class RunConfig(SettingsGroup):
     """Plain lines instead of the live terminal view."""
     track: bool = bounded(False, local=True)
     """Log to Weights & Biases too; needs pip install "zapex[wandb]"."""
+    visdom: str = bounded("", invocation=True)
+    """Show scores, memory and loss in the Visdom at this URL too, as http://localhost:8097."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ from zapex.machine.disk import why_not_written
 from zapex.run import directory
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
-from zapex.watch import recorders
+from zapex.watch import dashboards, recorders, visdom
 from zapex.watch.curve import draw
 from zapex.watch.monitor import Monitor
 from zapex.watch.report import Evaluation, Recorder, RunFacts
@@ -70,9 +70,11 @@ class Collector:
         written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
         settings = run.config.shared(replays=run.part.holds_replay)
         if run.part.learns:
-            written.append(recorders.TensorBoard(run.run_dir, settings))
+            written.append(dashboards.TensorBoard(run.run_dir, settings))
         if run.part.learns and run.config.run.track:
-            written.append(recorders.WeightsAndBiases(run.run_dir, settings))
+            written.append(dashboards.WeightsAndBiases(run.run_dir, settings))
+        if run.part.learns and run.config.run.visdom:
+            written.append(visdom.Visdom(run.run_dir, run.config.run.visdom))
         every_role = plan.roles + plan.elsewhere
         self._blocks = [(role, host.metrics(name)) for name, role in every_role]
         self._unseen = {
@@ -101,6 +103,7 @@ class Collector:
             resume=shlex.join([*run.command, "--resume", str(run.run_dir)]),
             run_dir=run.run_dir,
             streams=config.streams if "actor" in run.part.roles else run.streams,
+            envs_per_actor=config.actor.envs_per_actor,
             greedy_stream=run.streams - 1,
             plain_transition_bytes=2 * column.stack * column.item_bytes + 21,
             shared_bytes=plan.nbytes + plan.experience_bytes,

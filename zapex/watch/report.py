@@ -29,7 +29,7 @@ class RunFacts:
         part: which part of a run on several hosts this host runs, in words; "": all.
         resume: the command that continues this run.
         cores: how many the run may use.
-        streams: environment streams of all actors together.
+        streams: environment streams of all actors together; an actor has `envs_per_actor` of them.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
         plain_transition_bytes: bytes of one transition in a buffer that stores s and s' whole.
         shared_bytes: shared memory that the run holds, counted once for all roles.
@@ -46,6 +46,7 @@ class RunFacts:
     run_dir: Path | None = None
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     streams: int = 1
+    envs_per_actor: int = 1
     greedy_stream: int = 0
     plain_transition_bytes: int = 0
     shared_bytes: int = 0

@@ -1,0 +1,321 @@
+"""The paper's dashboard, read as a user reads it: in a browser, and through Visdom's interface."""
+
+import http.server
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support import fake_run
+from zapex.errors import ConfigError, PeerError
+from zapex.watch.dashboards import PAPERS, TensorBoard, by_actor
+from zapex.watch.recorders import JsonLines
+from zapex.watch.visdom import Visdom, check, post
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+TAGS = ("actors/episodic_return_0", "actors/episodic_return_1", "replay/live", "losses/td_loss")
+WAIT_MS = 60_000
+
+
+@contextmanager
+def child(code_or_module, *args, **more):
+    process = subprocess.Popen([sys.executable, *code_or_module, *args], **more)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+@contextmanager
+def tensorboard(logdir):
+    """A TensorBoard that looks at its files every second; its URL."""
+    args = ("--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0", "--reload_interval", "1")
+    module = ("-m", "tensorboard.main")
+    with child(module, *args, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if found := re.search(r"http://127\.0\.0\.1:\d+/", line):
+                yield found[0]
+                return
+        raise AssertionError("TensorBoard has not started")
+
+
+@contextmanager
+def browser_page():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox needs rights that a container does not give.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            page = browser.new_page(viewport={"width": 1400, "height": 2000})
+            page.set_default_timeout(WAIT_MS)
+            yield page
+        finally:
+            browser.close()
+
+
+def shown(page):
+    """Tag -> (value, step) as the page's tables show it."""
+    found = {}
+    for card in page.locator("scalar-card").all():
+        text = card.inner_text().replace("\n/", "/")
+        tag = next((tag for tag in TAGS if tag in text), None)
+        numbers = re.findall(r"^[\d.,e+-]+$", text.partition("Relative")[2], re.M)
+        if tag and len(numbers) >= 3:
+            found[tag] = float(numbers[1].replace(",", "")), int(numbers[2].replace(",", ""))
+    return found
+
+
+def wait_until_shown(page, wanted):
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while time.monotonic() < deadline:
+        if (found := shown(page)).keys() == wanted.keys() and all(
+            found[tag] == (pytest.approx(value, rel=0.01), step)
+            for tag, (value, step) in wanted.items()
+        ):
+            return
+        time.sleep(0.3)
+        page.locator("button.reload-button").click()
+    assert found == wanted
+
+
+def written(run_dir):
+    accumulator = EventAccumulator(str(run_dir))
+    accumulator.Reload()
+    last = {tag: accumulator.Scalars(tag)[-1] for tag in TAGS}
+    return {tag: (event.value, event.step) for tag, event in last.items()}
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt install chromium")
+@pytest.mark.skipif(
+    importlib.util.find_spec("playwright") is None, reason="no playwright: pip install playwright"
+)
+def test_a_browser_shows_scores_of_every_actor_memory_and_loss_and_new_ones_as_they_come(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    fake, monitor = fake_run.started(None, [TensorBoard(run_dir, {"lr": 1e-4})], 60, run_dir)
+    for _ in range(10):
+        fake_run.go_on(fake, monitor, 6.0)
+        monitor.tick()
+    first = written(run_dir)
+    with tensorboard(tmp_path) as url, browser_page() as page:
+        page.goto(f"{url}#custom_scalars")
+        for title in PAPERS:
+            page.get_by_text(title, exact=True).first.wait_for()
+        page.get_by_text("Matches (2)").wait_for()  # two actors
+        tags = "|".join(f"^{tag}$" for tag in TAGS)
+        page.goto(f"{url}?tagFilter={tags}#timeseries")
+        wait_until_shown(page, first)
+        for _ in range(10):
+            fake_run.go_on(fake, monitor, 6.0)
+            monitor.tick()
+        second = written(run_dir)
+        assert all(second[tag][1] > first[tag][1] for tag in TAGS)
+        wait_until_shown(page, second)
+    monitor.close()
+
+
+def test_every_actor_has_its_own_score_in_tensorboard(tmp_path):
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(facts=fake_run.facts(tmp_path))
+    recorder, scores = TensorBoard(tmp_path, {}), {0: [], 1: []}
+    for _ in range(20):
+        episodes = fake.advance(5)
+        for actor, stream in enumerate((episodes["stream"] < 8, episodes["stream"] >= 8)):
+            scores[actor] += episodes["game_return"][stream].tolist()
+        recorder.write(monitor.look(), episodes, [])
+    recorder.close()
+    accumulator = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    for actor, wanted in scores.items():
+        values = [point.value for point in accumulator.Scalars(f"actors/episodic_return_{actor}")]
+        assert values == pytest.approx(wanted)
+        assert len(values) > 30
+
+
+def test_of_very_many_actors_64_have_a_score_and_the_greediest_is_among_them(tmp_path):
+    monitor = fake_run.FakeRun().monitor(
+        facts=fake_run.RunFacts("X", streams=1000, envs_per_actor=2)
+    )
+    episodes = np.zeros(1000, fake_run.EPISODE)
+    episodes["stream"] = np.arange(1000)
+    of = by_actor(episodes, monitor.look())
+    assert len(of) == 64
+    assert {0, 499} <= of.keys()
+    assert all(played["stream"].tolist() == [2 * i, 2 * i + 1] for i, played in of.items())
+
+
+@contextmanager
+def visdom_server(tmp_path, port=0):
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    # Its own command would fetch the page's scripts from the internet first.
+    code = (
+        "import sys; from visdom.server.run_server import start_server\n"
+        "start_server(port=int(sys.argv[1]), env_path=sys.argv[2], base_url='', bind_local=True)"
+    )
+    url = f"http://127.0.0.1:{port}"
+    where = str(tmp_path / f"visdom-{time.monotonic_ns()}")
+    os.mkdir(where)
+    with child(("-c", code), str(port), where, stdout=subprocess.DEVNULL,
+               stderr=subprocess.DEVNULL) as process:  # fmt: skip
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                check(url)
+                break
+            except ConfigError:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.1)
+        yield url
+
+
+needs_visdom = pytest.mark.skipif(
+    importlib.util.find_spec("visdom") is None, reason="no visdom: docs/install.md"
+)
+
+
+def windows(url, name="run"):
+    """Title -> line -> (x, y), as the server gives it."""
+    stored = json.loads(post(url, "win_data", {"eid": name, "win": None}))
+    return {
+        title: {line["name"]: (line["x"], line["y"]) for line in window["content"]["data"]}
+        for title, window in stored.items()
+    }
+
+
+@needs_visdom
+def test_visdom_has_the_score_of_every_actor_the_memory_and_the_loss(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with visdom_server(tmp_path) as url:
+        fake_run.record([Visdom(run_dir, url), JsonLines(run_dir)], 300, run_dir)
+        found = windows(url)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line for line in metrics if line["kind"] != "evaluation"]
+    steps = [line["steps"] for line in metrics]
+    live = [line["replay/live"] for line in metrics]
+    loss = [line["losses/td_loss"] for line in metrics]
+    assert found["transitions in memory"] == {"transitions": (steps, live)}
+    assert found["Q loss"] == {"TD loss": (steps, loss)}
+    scores = found["score of every actor"]
+    assert scores.keys() == {"actor 0", "actor 1", "mean of the last 100 games"}
+    assert all(len(y) > 30 and max(y) > 10 for _, y in scores.values())
+
+
+@needs_visdom
+def test_a_visdom_that_was_started_anew_has_the_whole_run_again(tmp_path):
+    fake = fake_run.FakeRun()
+    with visdom_server(tmp_path) as url:
+        recorder = Visdom(tmp_path / "run", url)
+        monitor = fake.monitor(None, [recorder], view_period_s=0, record_period_s=0)
+        for _ in range(5):
+            fake.advance(5)
+            monitor.tick()
+    deadline = time.monotonic() + 60
+    while not any("Visdom failed" in note.text for note in monitor.look().messages):
+        assert time.monotonic() < deadline
+        fake.advance(5)
+        monitor.tick()
+        time.sleep(0.05)
+    with visdom_server(tmp_path, int(url.rpartition(":")[2])):
+        while not any(note.text == "Visdom works again" for note in monitor.look().messages):
+            assert time.monotonic() < deadline
+            fake.advance(5)
+            monitor.tick()
+            time.sleep(0.05)
+        snapshot = monitor.close()
+        steps, live = windows(url)["transitions in memory"]["transitions"]
+    assert steps[0] == 8250
+    assert steps[-1] == snapshot.totals["steps"]
+    assert steps == sorted(steps)
+    assert len(live) > 6
+    texts = [note.text for note in snapshot.messages]
+    assert sum(f"Visdom failed, the run goes on: PeerError('no answer from Visdom at {url}" in text
+               for text in texts) == 1  # fmt: skip
+    assert not monitor.unwritten
+
+
+def test_a_visdom_that_hangs_delays_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr("zapex.watch.visdom._DEADLINE_S", 0.5)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        recorder = Visdom(tmp_path, f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        fake = fake_run.FakeRun()
+        monitor = fake.monitor(facts=fake_run.facts(tmp_path))
+        problem, deadline = None, time.monotonic() + 60
+        while problem is None:
+            assert time.monotonic() < deadline
+            episodes, snapshot = fake.advance(5), monitor.look()
+            try:
+                recorder.write(snapshot, episodes, [])
+            except PeerError as error:
+                problem = error
+            time.sleep(0.02)
+        assert "timed out" in str(problem)
+        began_s = time.monotonic()
+        recorder.close()
+        assert time.monotonic() - began_s < 20
+
+
+def test_a_resumed_run_goes_on_in_visdom_where_its_metrics_end(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr("zapex.watch.visdom.post", lambda url, to, message: sent.append(message))
+    first = fake_run.record([JsonLines(tmp_path)], 60, tmp_path)
+    recorder = Visdom(tmp_path, "http://localhost:1")
+    fake_run.record([recorder], 5, tmp_path)
+    (memory,) = [m for m in sent if m["win"] == "transitions in memory"]
+    assert memory["eid"] == tmp_path.name
+    assert memory["data"][0]["x"][11] == first.totals["steps"]
+    assert len(memory["data"][0]["x"]) == 13
+
+
+def test_a_long_line_is_thinned_evenly_and_keeps_its_mean(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr("zapex.watch.visdom.post", lambda url, to, message: sent.append(message))
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for i in range(4096):
+            line = {"kind": "metrics", "steps": float(i), "replay/live": 2.0 * i}
+            file.write(json.dumps(line) + "\n")
+    fake_run.record([Visdom(tmp_path, "http://localhost:1")], 5, tmp_path)
+    line = sent[0]["data"][0]
+    assert len(line["x"]) == 512
+    assert np.mean(line["x"]) == 2047.5
+    np.testing.assert_array_equal(np.array(line["y"]), 2 * np.array(line["x"]))
+
+
+def test_what_is_no_visdom_is_refused_before_the_run(tmp_path):
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ConfigError, match=f"what answers at {url} is no Visdom server"):
+            check(url)
+        server.shutdown()
