@@ -16,8 +16,10 @@ import zapex.roles.learner
 from tests.support.late_device import Counting, LateQueues, MetaQueues, Misuse, random_batch
 from zapex.agent import networks
 from zapex.agent.device import CudaQueues, Device
+from zapex.agent.device_policy import DevicePolicy
 from zapex.agent.learning import DQN
 from zapex.agent.pipeline import Pipeline
+from zapex.agent.policy import Policy
 from zapex.chunks.batch import Batch, split
 from zapex.chunks.columns import Column
 from zapex.chunks.layout import BatchLayout
@@ -317,3 +319,56 @@ def test_a_gpus_phases_are_timed(graphs: bool) -> None:
         times = trainer.finish()[2]
     assert set(times) == {"forward", "backward", "optimiser"}
     assert all(value > 0 for value in times.values())
+
+
+def acting(queues: Any, schema: Schema, precision: str = "float32") -> DevicePolicy:
+    column = schema.obs_columns["obs"]
+    network = networks.build(
+        column.value_shape, np.dtype(column.dtype).type, ACTIONS, hidden=16, channels=4,
+        precision=precision, device=str(queues.device), seed=3,
+    )  # fmt: skip
+    return DevicePolicy(network, queues, ROWS, np.dtype(column.dtype))
+
+
+def act_and_compare(queues: Any, schema: Schema, tolerance: float) -> None:
+    """Batched forward passes there and here, with parameters that change between two of them."""
+    column, rng = schema.obs_columns["obs"], np.random.default_rng(1)
+    theirs = acting(queues, schema)
+    ours = Policy(dqn_on("cpu", schema).online)
+    for turn in range(8):
+        shape = (ROWS, *column.value_shape)
+        image = column.dtype == np.uint8
+        obs = rng.integers(0, 256, shape, np.uint8) if image else rng.normal(size=shape)
+        obs = obs.astype(column.dtype)
+        if turn % 3 == 2:
+            parameters = rng.normal(0, 0.1, len(theirs._network.flat)).astype(np.float32)
+            theirs.load_flat(parameters)
+            ours.load_flat(parameters)
+        q = theirs.q_values(obs)
+        assert q.shape == (ROWS, ACTIONS)
+        np.testing.assert_allclose(q, ours.q_values(obs), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("schema", [IMAGES, VECTORS])
+@pytest.mark.parametrize("seed", range(3))
+def test_acting_on_a_device_that_is_late_gives_the_same_values(schema: Schema, seed: int) -> None:
+    act_and_compare(LateQueues(seed), schema, 1e-5)
+
+
+def test_acting_on_a_device_waits_for_nothing_but_the_result() -> None:
+    counting = Counting()
+    policy = acting(MetaQueues(counting), IMAGES)
+    obs = np.zeros((ROWS, *IMAGES.obs_columns["obs"].value_shape), np.uint8)
+    with counting:
+        for _ in range(3):
+            policy.q_values(obs)
+    assert counting.waits == 3
+    assert counting.copied_in[-1] == obs.nbytes
+    assert counting.copied_out[-1] == 4 * ROWS * ACTIONS
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("schema", [IMAGES, VECTORS])
+def test_a_gpu_acts_the_same(schema: Schema) -> None:
+    act_and_compare(CudaQueues(torch.device("cuda")), schema, 1e-2)

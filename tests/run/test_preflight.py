@@ -210,7 +210,7 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_its_mend(machine, required, ve
     assert gpu.verdict == verdict
     assert "470.57" in gpu.found
     assert "too old" in gpu.found
-    instead = ", or --device cpu" if required else ""
+    instead = ", or --device cpu and --inference cpu" if required else ""
     assert gpu.mend == "update the NVIDIA driver" + instead
 
 

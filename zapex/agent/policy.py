@@ -1,11 +1,21 @@
 """Acting: Q values of a few observations, and epsilon-greedy actions over Ape-X's ladder."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from zapex.agent.networks import DuelingNetwork
+
+
+class Acting(Protocol):
+    """What an actor computes with."""
+
+    def load_flat(self, buffer: Any) -> None:
+        """Take parameters from a buffer of float32 [n] or its bytes: `DQN.flat_parameters`."""
+
+    def q_values(self, obs: np.ndarray) -> np.ndarray:
+        """Q values, float32 (S, num_actions), of observations (S, *obs_shape)."""
 
 
 class Policy:

@@ -108,7 +108,9 @@ def resolve(
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
     machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if part.learns and given.get("device", values.get("device")) != "cpu":
+    learns_there = part.learns and given.get("device", values.get("device")) != "cpu"
+    acts_there = given.get("inference", values.get("inference")) == "gpu"
+    if learns_there or (acts_there and "actor" in part.roles):
         if machine.gpus and not help_wanted:  # torch takes seconds to answer
             machine = replace(machine, gpu=gpu.look())
     else:
@@ -233,7 +235,8 @@ def findings(run: Resolved, part: Part = PARTS["all"]) -> "list[Finding]":
         processes=1 if config.run.inline else part.processes(config.actor.actors),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         huge_pages=config.replay.huge_pages and part.holds_replay,
-        cuda=part.learns and config.learner.device == "cuda",
+        cuda=(part.learns and config.learner.device == "cuda")
+        or ("actor" in part.roles and config.actor.inference == "gpu"),
         gpu=run.machine.gpu,
     )
 

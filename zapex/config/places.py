@@ -18,7 +18,12 @@ def describe(config: Config, machine: Machine, roles: Collection[str], image: bo
     """A line for each of `roles` that computes with the network. image: it sees pictures."""
     lines = []
     if "actor" in roles:
-        lines.append(f"actors: CPU, {_on_cpu(config.actor.actor_precision, machine, image)}")
+        precision = config.actor.actor_precision
+        if config.actor.inference == "gpu":
+            where = f"{machine.gpu or 'GPU'}, {_on_gpu(precision, machine, image)}"
+        else:
+            where = f"CPU, {_on_cpu(precision, machine, image)}"
+        lines.append(f"actors: {where}")
     if "learner" in roles:
         precision = config.learner.precision
         if learner_device(config, machine) == "cuda":

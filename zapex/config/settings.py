@@ -63,9 +63,11 @@ class ActorConfig(SettingsGroup):
     env_threads: int = bounded(1, low=1, local=True)
     """Threads that step the environments of one actor."""
     actor_threads: int = bounded(1, low=1, local=True)
-    """Threads of one actor's forward pass."""
+    """Threads of one actor's forward pass on a CPU."""
+    inference: Literal["cpu", "gpu"] = bounded("cpu", local=True)
+    """Where actors compute: gpu is one forward pass there for all streams of an actor."""
     actor_precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
-    """Precision of the convolutions when acting, which is always on the CPU."""
+    """Precision of the convolutions when acting."""
 
 
 @dataclass(frozen=True)

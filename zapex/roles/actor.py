@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.agent.policy import Policy, epsilon_greedy
+from zapex.agent.policy import Acting, epsilon_greedy
 from zapex.chunks.builder import CUT, END, ChunkBuilder
 from zapex.envs.streams import Step, Streams
 from zapex.host.metrics import EPISODE, RoleMetrics
@@ -26,7 +26,7 @@ class Actor:
     def __init__(
         self,
         streams: Streams,
-        policy: Policy,
+        policy: Acting,
         sink: ExperienceSink,
         parameters: ParameterSource,
         builder: ChunkBuilder,

@@ -350,7 +350,7 @@ def _kernel_cache() -> Finding:
 def _cuda(
     machine: Machine, cuda_visible_devices: str | None, required: bool, root: Path
 ) -> Finding:
-    instead = ", or --device cpu" if required else ""
+    instead = ", or --device cpu and --inference cpu" if required else ""
     if machine.gpus:
         gpu, needed = machine.gpu, "one that torch can use" if required else "none"
         if gpu is None:
@@ -363,5 +363,6 @@ def _cuda(
         mend = f"unset CUDA_VISIBLE_DEVICES{instead}"
         return Finding("GPU", found, not required, "one" if required else "none", mend)
     if required:
-        return Finding("GPU", "none", False, "one, for --device cuda", "--device cpu, or auto")
+        return Finding("GPU", "none", False, "one, for --device cuda or --inference gpu",
+                       "--device cpu, or auto, and --inference cpu")  # fmt: skip
     return Finding("GPU", "none", True, "none: the learner uses the CPU")

@@ -24,6 +24,7 @@ from zapex.wire.header import Form
 if TYPE_CHECKING:
     from zapex.agent.learning import DQN
     from zapex.agent.networks import DuelingNetwork
+    from zapex.agent.policy import Acting
 
 NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
 
@@ -184,13 +185,26 @@ class Run:
             capacity=layout.capacity,
         )  # fmt: skip
 
-    def acting_network(self) -> "DuelingNetwork":
-        """A network with the run's seed, to act or to evaluate with; on the CPU."""
+    def acting_network(self, device: str = "cpu") -> "DuelingNetwork":
+        """A network with the run's seed, to act or to evaluate with."""
         from zapex.checkpoints.policy import network_of
 
         config = self.config
         precision, seed = config.actor.actor_precision, config.run.seed
-        return network_of(self.spec, config.learner, "cpu", precision, seed)
+        return network_of(self.spec, config.learner, device, precision, seed)
+
+    def policy(self) -> "Acting":
+        """What an actor of this run computes with."""
+        from zapex.agent.policy import Policy
+
+        if self.config.actor.inference == "cpu":
+            return Policy(self.acting_network())
+        from zapex.agent.device import CudaQueues
+        from zapex.agent.device_policy import DevicePolicy
+
+        network = self.acting_network("cuda")
+        streams, dtype = self.config.actor.envs_per_actor, np.dtype(self.spec.observation_dtype)
+        return DevicePolicy(network, CudaQueues(network.device), streams, dtype)
 
     def dqn(self) -> "DQN":
         """The learner's networks and optimiser, newly made."""

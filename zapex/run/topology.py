@@ -131,7 +131,7 @@ def make_actor(start: Start) -> DutyCycle:
     )
     import torch
 
-    from zapex.agent.policy import Policy, epsilon_ladder
+    from zapex.agent.policy import epsilon_ladder
     from zapex.chunks.builder import ChunkBuilder
     from zapex.roles.actor import Actor
 
@@ -149,7 +149,7 @@ def make_actor(start: Start) -> DutyCycle:
     episodes = host.ring(f"episodes {actor}").producer()
     return Actor(
         played,
-        Policy(run.acting_network()),
+        run.policy(),
         sink,
         host.mailbox(),
         builder,

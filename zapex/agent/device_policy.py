@@ -1,0 +1,47 @@
+"""Acting on a device: one forward pass there for all streams of an actor."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from zapex.agent.device import Device, Enter, Queues, Ticket
+from zapex.agent.networks import DuelingNetwork
+
+
+class DevicePolicy:
+    """What `Policy` does, over the two queues of a device. Use it from one thread.
+
+    network: on the queues' device. streams, dtype: how many observations come at a time, and as
+    what numbers.
+    """
+
+    def __init__(
+        self, network: DuelingNetwork, queues: Queues, streams: int, dtype: np.dtype[Any]
+    ) -> None:
+        self._network, self._shape = network, (streams, *network.obs_shape)
+        self._dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        nbytes = math.prod(self._shape) * dtype.itemsize
+        self._sent = queues.host_memory(nbytes)
+        self._staged = self._sent.view(self._dtype).view(self._shape).numpy()
+        self._device = Device(queues, nbytes, streams * network.num_actions)
+
+    def load_flat(self, buffer: Any) -> None:
+        """Take parameters from a buffer of float32 [n] or its bytes, in place."""
+        self._network.load_flat(buffer)
+
+    def q_values(self, obs: np.ndarray) -> np.ndarray:
+        """Q values, float32 (S, num_actions), of observations (S, *obs_shape)."""
+        np.copyto(self._staged, obs)
+        ticket = self._device.upload(self._sent)
+        self._device.wait(ticket)
+        self._device.compute(ticket, self._forward)
+        return self._device.download(ticket).reshape(len(obs), -1)
+
+    def _forward(self, ticket: Ticket, enter: Enter) -> None:
+        with torch.inference_mode():
+            enter("forward")
+            obs = ticket.memory.view(self._dtype).view(self._shape)
+            q = self._network(self._network.to_input(obs))
+            ticket.out.copy_(q.reshape(-1))
