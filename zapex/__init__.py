@@ -15,8 +15,9 @@ Python, the replay (docs/library.md):
 For readers of the code: where things live. Imports run down this map and never up
 (tests/test_layers.py); each package's docstring says what it holds and what it imports.
 
-    12  __main__
-    11  cli
+    13  __main__
+    12  cli
+    11  studies
     10  library, run             the two products; neither imports the other
      9  redis_transport, zmq_transport
      8  net

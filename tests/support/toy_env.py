@@ -1,5 +1,6 @@
 """Tiny environments for tests: all that they do is known beforehand."""
 
+import time
 from typing import Any, ClassVar
 
 import gymnasium
@@ -98,3 +99,21 @@ def liar() -> gymnasium.Env[Any, Any]:
 
 
 gymnasium.register("Lengths-v0", entry_point=Lengths, max_episode_steps=8, reward_threshold=7.0)
+
+
+class Sleepy(gymnasium.Env[Any, Any]):
+    """Each step sleeps: its time is known, whatever else the machine does."""
+
+    action_space = Discrete(2)
+    observation_space = Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, ms: float = 5.0) -> None:
+        self._s = ms / 1e3
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._s)
+        return np.zeros(2, np.float32), 0.0, False, False, {}

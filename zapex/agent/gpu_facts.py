@@ -28,6 +28,7 @@ def facts() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),
             "tf32": _tf32(properties.major),
+            "multiprocessors": properties.multi_processor_count,
         }
     except (RuntimeError, AssertionError) as error:
         return {"problem": (str(error).splitlines() or [repr(error)])[0]}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zapex
-from zapex.cli import hosts
+from zapex.cli import balance, hosts
 from zapex.cli.flags import parse, read_settings
 from zapex.cli.resolve import MACHINE, check_trust, findings, prepared, resolve, run_directory
 from zapex.config.settings import Config
@@ -316,6 +316,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "actor": (partial(_host, "actor"), "one run on many hosts: run actors on this host"),
     "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),
     "keygen": (hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
+    "balance": (balance.command, "measure actors and learner here: how many actors to use"),
     "doctor": (_doctor, "check whether this machine has what a run needs"),
     "demo": (
         _demo,

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zapex.cli import auto
 from zapex.cli.flags import HELP, flags_of, read, read_settings, show_help
 from zapex.config.fields import flag_of
 from zapex.config.settings import FIELDS, SECTIONS, Config, EnvConfig, ReplayConfig, merged
@@ -84,6 +85,8 @@ def resolve(
         ConfigError: anything that cannot work, before any process starts.
     """
     kinds = (options, *SECTIONS.values())
+    plays = "actor" in part.roles
+    args, by_balance = auto.taken(args) if plays else (args, False)
     given = read(args, flags_of(*kinds), command, "env")
     help_wanted = [name for name in HELP.values() if given.pop(name, False)]
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
@@ -110,12 +113,15 @@ def resolve(
     machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
     learns_there = part.learns and given.get("device", values.get("device")) != "cpu"
     acts_there = given.get("inference", values.get("inference")) == "gpu"
-    if learns_there or (acts_there and "actor" in part.roles):
+    if learns_there or (acts_there and plays):
         if machine.gpus and not help_wanted:  # torch takes seconds to answer
             machine = replace(machine, gpu=gpu.look())
     else:
         machine = replace(machine, gpus=0)  # no role uses one
     sections, chosen = _choose(spec, machine, part, values, f"from {path}", given)
+    if by_balance:
+        asked = {*values, *given} - {"actors"}
+        sections = auto.balanced(sections, chosen, asked, spec, machine)
     if help_wanted:
         shown = {name: getattr(sections[section], name) for name, (section, _) in FIELDS.items()}
         show_help(

@@ -49,7 +49,8 @@ class ActorConfig(SettingsGroup):
     """Who plays, and how greedily."""
 
     actors: int = bounded(8, low=1, high=4096, local=True)
-    """Actor processes of this host; for `zapex replay`: the most on all hosts together."""
+    """Actor processes of this host; `auto`: as `zapex balance` has found. For `zapex replay`:
+    the most on all hosts together."""
     envs_per_actor: int = bounded(16, low=1, high=4096)
     """Environments that one actor steps in lockstep."""
     param_period: int = bounded(400, low=1)

@@ -31,7 +31,8 @@ class Gpu:
 
     capability: its compute capability. driver: the version of the driver, "" if it is not known.
     cuda: the CUDA version that torch was built for. bfloat16: it multiplies bfloat16. tf32: what
-    torch computes in TF32 where float32 is asked for; "" for nothing.
+    torch computes in TF32 where float32 is asked for; "" for nothing. multiprocessors: how many
+    it has (SMs); 0: not known.
     """
 
     name: str = "an NVIDIA GPU"
@@ -42,6 +43,7 @@ class Gpu:
     bfloat16: bool = False
     tf32: str = ""
     problem: str = ""
+    multiprocessors: int = 0
 
     @property
     def mend(self) -> str:
@@ -71,6 +73,7 @@ def look(ask: Ask | None = None, root: Path = Path("/")) -> Gpu:
         return Gpu(
             str(facts["name"]), int(facts["memory_bytes"]), (int(major), int(minor)), driver,
             str(facts["cuda"]), bool(facts["bfloat16"]), str(facts["tf32"]),
+            multiprocessors=int(facts.get("multiprocessors", 0)),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Gpu(driver=driver, problem=f"torch does not answer ({error})")

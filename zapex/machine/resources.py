@@ -1,6 +1,7 @@
 """The cores, memory and GPUs that this process may use, within a container's limits."""
 
 import os
+import platform
 import re
 import resource
 from collections.abc import Collection
@@ -79,6 +80,21 @@ def physical_cores(cpus: Collection[int], root: Path = _ROOT) -> int:
     return max(1, len({_read(root / siblings.format(cpu)).strip() or cpu for cpu in cpus}))
 
 
+def hardware_threads(cpus: Collection[int] | None = None, root: Path = _ROOT) -> list[int]:
+    """Those that this process may use; first one of each core, then the second ones.
+
+    cpus: None: what the affinity allows.
+    """
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    usable = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
+    seen: dict[str, int] = {}
+    turn = {}
+    for cpu in usable:
+        core = _read(root / siblings.format(cpu)).strip() or str(cpu)
+        turn[cpu] = seen[core] = seen.get(core, -1) + 1
+    return sorted(usable, key=lambda cpu: (turn[cpu], cpu))
+
+
 def numa_nodes(root: Path = _ROOT) -> dict[int, set[int]]:
     """The hardware threads of each NUMA node; empty where the kernel knows no nodes."""
     return {
@@ -91,6 +107,12 @@ def parse_cpus(text: str) -> set[int]:
     """A list of the kernel, as "0-3,8", as numbers."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
     return {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+
+
+def cpu_name(root: Path = _ROOT) -> str:
+    """The processor's name; that of its architecture where the kernel does not tell it."""
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def cpu_multiplies_bfloat16(root: Path = _ROOT) -> bool:

@@ -50,7 +50,7 @@ def plan_training(
     )
     trainer: Trainer | None = None
     if cuda and learns is dqn:
-        trainer = _pipeline(dqn, layout, frames, config.cuda_graphs)
+        trainer = pipeline(dqn, layout, frames, config.cuda_graphs)
     elif frames is not None:
         trainer = AtOnce(learns, _completed_by(frames))
     late = trainer.late if trainer is not None else 0
@@ -82,9 +82,7 @@ def _completed_by(frames: DeviceFrames) -> Any:
     return complete
 
 
-def _pipeline(
-    dqn: "DQN", layout: BatchLayout, frames: DeviceFrames | None, graphs: bool
-) -> Trainer:
+def pipeline(dqn: "DQN", layout: BatchLayout, frames: DeviceFrames | None, graphs: bool) -> Trainer:
     """The steps of a DQN on a GPU."""
     from zapex.agent.device import CudaQueues, Device
     from zapex.agent.pipeline import Pipeline
