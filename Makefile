@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel bench bench-all reproduce numbers plots peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel bench bench-all learning reproduce numbers plots peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -53,6 +53,7 @@ help:
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make reproduce  what the documentation claims, measured again: CLAIM=tree-cold, QUICK=1 in ten minutes' \
 	  '  make bench-all  every result that lacks evidence, measured one after the other: ARGS=--list' \
+	  '  make learning   the next missing run of many seeds and games, 30 minutes: ARGS=--list' \
 	  '  make numbers  the figures of results, claims.toml and texts made the same   make plots   their pictures' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
@@ -121,6 +122,9 @@ bench-all: $(STAMP)
 
 reproduce: $(STAMP)
 	@$(BIN)/python -m benchmarks.claims.reproduce $(addprefix --claim ,$(CLAIM)) $(if $(QUICK),--quick)
+
+learning: $(STAMP)
+	@$(BIN)/python -m benchmarks.learning.learning $(ARGS)
 
 numbers: $(STAMP)
 	@$(BIN)/python -m benchmarks.claims.numbers $(ARGS)

@@ -1,0 +1,1 @@
+"""Learning as evidence: many seeds and games, ablations, another library at equal time."""

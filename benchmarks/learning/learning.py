@@ -1,0 +1,86 @@
+"""`make learning`: the next run that is missing, alone on the machine; then a table and a figure.
+
+    python -m benchmarks.learning.learning [--list] [--hours H] [--cell NAME] [--publish]
+
+A run with doubts (other processes took 5 % of the processor) is made again. It may be stopped at
+any time and goes on with the run that was under way. All of it takes about fourteen hours. Results
+come to build/learning; --publish joins them in benchmarks/results/learning.json and draws it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims import claims as book
+from benchmarks.claims import measure_all
+from benchmarks.claims.claims import Measurement
+from benchmarks.learning.cells import CELLS, MINUTES, SB3, Cell
+from benchmarks.learning.scores import plot, table
+from benchmarks.support.machine import ROOT
+
+WORK = ROOT / "build/learning"
+_GAMES_MINUTES = 8.0
+_KEPT = ("variant", "env", "seed", "minutes", "curve", "final_returns")
+
+
+def _measurement(cell: Cell) -> Measurement:
+    needs = ("quiet", "peers-dqn") if cell.variant == SB3 else ("quiet",)
+    command = f"python -m benchmarks.learning.learn {cell.name} --json {{json}}"
+    return Measurement(cell.name, command, "learning.json", MINUTES + _GAMES_MINUTES, 8, needs)
+
+
+def join(work: Path, published: Path) -> dict[str, Any]:
+    """The published runs and those of `work`: {"benchmark", "results": {name: run}}."""
+    report = book.read(published) or {"benchmark": "learning", "results": {}}
+    for name in CELLS:
+        one = book.read(work / f"{name}.json")
+        if one:
+            facts = {key: one[key] for key in ("machine", "during", "doubts")}
+            kept = {key: one["results"][key] for key in _KEPT}
+            report["results"][name] = {**facts, **kept}
+    return dict(report)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Learn what is missing. Exit code 1 if a run could not be made."""
+    parser = argparse.ArgumentParser(description="The next missing learning run.")
+    parser.add_argument("--list", action="store_true", help="what is there and what is missing")
+    parser.add_argument("--hours", type=float, default=0.0, help="go on with the next for so long")
+    parser.add_argument("--cell", action="append", default=[], choices=CELLS, metavar="NAME")
+    parser.add_argument("--publish", action="store_true", help="join and draw what is there")
+    parser.add_argument("--work", type=Path, default=WORK, metavar="DIR")
+    parser.add_argument("--results", type=Path, default=book.RESULTS, metavar="DIR")
+    options = parser.parse_args(argv)
+    published = options.results / "learning.json"
+    runs = join(options.work, published)["results"]
+    if options.publish:
+        published.write_text(json.dumps(join(options.work, published), indent=1) + "\n")
+        plot(runs, published.with_suffix(".png"))
+    missing = [name for name in options.cell or CELLS if name not in runs or name in options.cell]
+    if options.list or options.publish:
+        print("\n".join(table(runs)))
+        print(f"{len(runs)} of {len(CELLS)} runs; missing: {', '.join(missing) or 'none'}")
+        return 0
+    if subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", "HEAD"], check=False).returncode:
+        print("commit first: what is measured must be a commit", file=sys.stderr)
+        return 2
+    end_s = time.monotonic() + 3600 * options.hours
+    for name in missing:
+        one = _measurement(CELLS[name])
+        print(f"[{len(missing)} missing, {one.minutes:g} min each] {one.command}", flush=True)
+        outcome = measure_all.measure(one, options.work, time.monotonic() + 3600)
+        print(f"  {name}: {outcome}", flush=True)
+        if not outcome.startswith("measured"):
+            return 1
+        if time.monotonic() > end_s:
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

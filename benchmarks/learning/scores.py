@@ -1,0 +1,107 @@
+"""Scores over seeds: interquartile means with intervals, by rliable, and the curves in a figure."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.envs.atari_scores import RANDOM_AND_HUMAN
+
+_RESAMPLES = 2_000
+Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+
+
+def groups(runs: Mapping[str, Mapping[str, Any]]) -> Groups:
+    """Runs by (environment, variant)."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for run in runs.values():
+        found[run["env"], run["variant"]].append(run)
+    return found
+
+
+def interquartile(returns: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The interquartile mean of (runs, games), and its 95 % interval by stratified bootstrap.
+
+    Games are the strata and runs are drawn, as rliable does with (runs, tasks).
+    """
+    from rliable import library, metrics
+
+    def iqm(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.array([metrics.aggregate_iqm(scores)])
+
+    point, interval = library.get_interval_estimates(
+        {"one": returns}, iqm, reps=_RESAMPLES, random_state=np.random.RandomState(0)
+    )
+    low, high = interval["one"][:, 0].tolist()
+    return float(point["one"][0]), low, high
+
+
+def final(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Of one group: the interquartile mean of its runs' mean final returns, and its interval."""
+    means = np.array([[np.mean(run["final_returns"])] for run in runs])
+    return interquartile(means)
+
+
+def human_share(env: str, score: float) -> float | None:
+    """(score - random) / (human - random); None where these are not known."""
+    game = env.rpartition("/")[2].partition("-")[0]
+    snake = "".join("_" + c.lower() if c.isupper() else c for c in game).lstrip("_")
+    known = RANDOM_AND_HUMAN.get(snake)
+    return None if known is None else (score - known[0]) / (known[1] - known[0])
+
+
+def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of Markdown, one for each game and variant."""
+    lines = [
+        "| game | variant | runs | interquartile mean (95 %) | human = 1 |",
+        "|---|---|---|---|---|",
+    ]
+    for (env, variant), group in sorted(groups(runs).items()):
+        value, low, high = final(group)
+        share = human_share(env, value)
+        human = "" if share is None else f"{share:.2f}"
+        score = f"{value:.1f} ({low:.1f} to {high:.1f})"
+        lines.append(f"| {env} | {variant} | {len(group)} | {score} | {human} |")
+    return lines
+
+
+def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Mean return of the last 100 games of all streams over minutes, a panel for each game."""
+    from matplotlib.figure import Figure
+
+    grouped = groups(runs)
+    games = sorted({env for env, _ in grouped})
+    if not games:
+        return
+    figure = Figure(figsize=(4.2 * len(games), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(games), squeeze=False)[0]
+    for panel, env in zip(panels, games, strict=True):
+        for variant in sorted(v for e, v in grouped if e == env):
+            _draw(panel, grouped[env, variant], variant)
+        panel.set(title=env, xlabel="minutes", ylabel="return of the last 100 games")
+        panel.legend(fontsize=7)
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(panel: Any, group: Sequence[Mapping[str, Any]], variant: str) -> None:
+    """The mean of the runs, and from the lowest to the highest of them."""
+    last_s = min(run["curve"][-1][0] for run in group)
+    seconds = np.linspace(0, last_s, 200)
+    curves = np.array([_at(run["curve"], seconds) for run in group])
+    (line,) = panel.plot(seconds / 60, curves.mean(0), label=f"{variant} ({len(group)} runs)")
+    panel.fill_between(
+        seconds / 60, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15, lw=0
+    )
+
+
+def _at(
+    curve: Sequence[Sequence[float | None]], seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    points = [(at_s, value) for at_s, _, value in curve if value is not None]
+    at_s, values = np.array(points, float).T
+    found: NDArray[np.float64] = np.interp(seconds, at_s, values)
+    return found

@@ -1,0 +1,116 @@
+"""Learning as evidence: the cells, one of them in seconds, and the scores over seeds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.learning import learning
+from benchmarks.learning.cells import ABLATIONS, CELLS, OURS
+from benchmarks.learning.scores import final, human_share, plot, table
+from benchmarks.support.machine import ROOT
+from zapex.cli import main as cli
+
+FACTS: dict[str, Any] = {"machine": {}, "during": {}, "doubts": []}
+
+
+def run_of(env: str, variant: str, seed: int, returns: list[float]) -> dict[str, Any]:
+    curve = [[10.0 * i, 1000.0 * i, None if i < 2 else float(i)] for i in range(20)]
+    return {"variant": variant, "env": env, "seed": seed, "minutes": 20.0, "curve": curve,
+            "final_returns": returns}  # fmt: skip
+
+
+def test_no_seed_is_the_one_that_the_settings_were_tuned_with() -> None:
+    assert all(cell.seed > 10 for cell in CELLS.values())
+    assert len({(c.variant, c.env, c.seed) for c in CELLS.values()}) == len(CELLS)
+    assert sum(cell.variant == OURS for cell in CELLS.values()) == 16
+
+
+@pytest.mark.parametrize("variant", ABLATIONS)
+def test_an_ablation_changes_one_setting(
+    variant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def settings(*flags: str) -> list[str]:
+        assert cli.main(["config", "--env", "ALE/Breakout-v5", "--preset", "laptop", *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.partition("#")[0].strip() for line in lines if "=" in line.partition("#")[0]]
+
+    usual, changed = settings(), settings(*ABLATIONS[variant])
+    assert len(usual) == len(changed)
+    assert sum(a != b for a, b in zip(usual, changed, strict=True)) == 1
+
+
+def test_the_score_is_the_mean_of_the_middle_half_of_the_runs() -> None:
+    runs = [run_of("ALE/Pong-v5", OURS, i, [x, x + 2]) for i, x in enumerate([-9, 3, 5, 100])]
+    value, low, high = final(runs)
+    assert value == pytest.approx((4 + 6) / 2)
+    assert low <= value <= high
+    assert low < 0
+    assert high > 50
+
+
+def test_human_is_one_and_random_is_zero() -> None:
+    assert human_share("ALE/SpaceInvaders-v5", 1668.7) == pytest.approx(1, abs=0.01)
+    assert human_share("ALE/Breakout-v5", 1.7) == 0
+    assert human_share("CartPole-v1", 3) is None
+
+
+def test_the_table_and_the_figure_have_every_game_and_variant(tmp_path: Path) -> None:
+    runs = {
+        f"{env}{variant}{seed}": run_of(env, variant, seed, [seed, 3.0])
+        for env in ("ALE/Breakout-v5", "ALE/Qbert-v5")
+        for variant in (OURS, "uniform replay")
+        for seed in (11, 12)
+    }
+    lines = table(runs)
+    assert len(lines) == 2 + 4
+    assert all("| 2 |" in line for line in lines[2:])
+    plot(runs, tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").stat().st_size > 10_000
+
+
+def test_new_runs_join_the_published_ones_and_replace_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = list(CELLS)[:2]
+    work, results = tmp_path / "work", tmp_path / "results"
+    for folder in (work, results):
+        folder.mkdir()
+
+    def learned(name: str, score: float) -> None:
+        cell = CELLS[name]
+        report = {**FACTS, "results": run_of(cell.env, cell.variant, cell.seed, [score])}
+        (work / f"{name}.json").write_text(json.dumps(report))
+
+    folders = ["--work", str(work), "--results", str(results)]
+    for name, score in ((first, 1.0), (second, 2.0), (first, 3.0)):
+        learned(name, score)
+        assert learning.main(["--publish", *folders]) == 0
+        (work / f"{name}.json").unlink()
+    runs = json.loads((results / "learning.json").read_text())["results"]
+    assert {name: run["final_returns"] for name, run in runs.items()} == {first: [3.0], second: [2]}
+    assert runs[first]["doubts"] == []
+    assert learning.main(["--list", *folders]) == 0
+    out = capsys.readouterr().out
+    assert f"2 of {len(CELLS)} runs" in out
+    assert first not in out.rpartition("missing:")[2]
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(400)
+def test_a_cell_is_a_curve_and_games_of_its_last_network(tmp_path: Path) -> None:
+    out = tmp_path / "cell.json"
+    command = [sys.executable, "-m", "benchmarks.learning.learn", "breakout_11_zapex", "--quick"]
+    subprocess.run([*command, "--json", str(out)], check=True, timeout=380, cwd=ROOT)
+    report = json.loads(out.read_text())
+    found = report["results"]
+    assert (found["env"], found["seed"], len(found["final_returns"])) == ("ALE/Breakout-v5", 11, 1)
+    seconds, frames, _ = np.array(found["curve"], float).T
+    assert (np.diff(seconds) >= 0).all()
+    assert frames[-1] > 0
+    assert "seed = 11" in found["config"]
+    assert "this is a quick form" in report["doubts"]
