@@ -44,6 +44,7 @@ ACTORS = [1, 2, 4, 8]
 NETWORK = ("ipc", "tcp", "tcp+curve")
 ZMTP = ("zmtp", "zmtp+curve")
 WHAT = ("push", "pull", "sample")
+APART = ", network process"  # of its own, and one that adds and samples
 TUNED = ", our send buffer"  # a bare message with it, beside one with the system's
 ROUNDS = 5
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -60,6 +61,10 @@ def measure_rows(cells: Cells, setting: served.Setting, rounds: int, with_redis:
     todo: dict[str, Callable[[], Any]] = {
         f"zapex {kind}": lambda kind=kind: cells.zapex(kind, setting)
         for kind in ("shm", *NETWORK, *ZMTP)
+    }
+    todo |= {
+        f"zapex {kind}{APART}": lambda kind=kind: cells.network_process(kind, setting)
+        for kind in ZMTP
     }
     if cells.fstack is not None:
         todo |= {
@@ -153,13 +158,12 @@ def paced_goals(shares: Result) -> Iterator[str]:
 def row_table(rows: Result) -> Table:
     """The Atari messages over everything."""
     table = Table(title="Atari messages: milliseconds (MB/s)")
-    for name in ("", "push of 800", "pull", "sample(512)", "update"):
+    whats = ("push", "pull", "sample", "update", "push_and_sample")
+    for name in ("", "push of 800", "pull", "sample(512)", "update", "push + sample"):
         table.add_column(name, justify="right" if name else "left")
     for name, found in rows.items():
         if name.startswith("zapex"):
-            table.add_row(
-                name, *(_cell(found, what) for what in ("push", "pull", "sample", "update"))
-            )
+            table.add_row(name, *(_cell(found, what) for what in whats))
     for name, found in rows.items():
         if isinstance(found, list) and name != "bytes":
             push, pull, sample = (
@@ -170,13 +174,13 @@ def row_table(rows: Result) -> Table:
             pull += f", rested {rested['p50'] / 1000:.2f}" if rested else ""
             more = found[2].get("pull_mb_per_s")
             sample += f", on {more:,.0f} MB/s" if more else ""
-            table.add_row(_bare(name), push, pull, sample, "")
+            table.add_row(_bare(name), push, pull, sample)
     if "redis" in rows:
         redis = rows["redis"]
         push = _time(redis["rpush_us"]["p50"], redis_server.PAIRS_BYTES)
         for name, way, pushed in (("", "get_us", push), (", by hand", "get_by_hand_us", "")):
             pull = _time(redis[way]["p50"], served.PARAMETER_BYTES)
-            table.add_row(f"Redis{name}", pushed, pull, "", "")
+            table.add_row(f"Redis{name}", pushed, pull)
     return table
 
 
@@ -245,6 +249,8 @@ def _time(us: float, nbytes: float) -> str:
 
 
 def _cell(found: Result, what: str) -> str:
+    if what == "push_and_sample":  # not over shm
+        return f"{found[f'{what}_us']['p50'] / 1000:.2f}" if f"{what}_us" in found else ""
     text = _time(found[f"{what}_us"]["p50"], found[f"{what}_bytes"])
     more = found.get(f"{what}_mb_per_s")
     return text + (f", on {more:,.0f} MB/s" if more else "")

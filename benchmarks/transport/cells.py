@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.transport import ends, paced, redis_server, rig, roofs
+from benchmarks.transport import ends, network_process, paced, redis_server, rig, roofs
 from benchmarks.transport import server as served
 from benchmarks.transport.fstack_place import FstackPlace
 from benchmarks.transport.places import Places, Process
@@ -37,14 +37,21 @@ class Cells:
         return f"tcp://{self._address(kind)[0]}:{self._places.port()}"
 
     def _with_server(
-        self, server: Callable[[], Any], *clients: Callable[[], Any], apart: bool = True
-    ) -> list[Any]:
-        """The results of clients of a server. apart: each end in its place, or both outside."""
+        self, server: Callable[[], Any], *clients: Callable[[], Any], apart: bool = True,
+        beside: Callable[[], Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """The results of clients of a server. apart: each end in its place, or both outside.
+
+        beside: a second process of the server.
+        """
         running: list[Process] = []
         try:
             running.append(self._places.start(0 if apart else None, server))
-            running += [self._places.start(1 if apart else None, client) for client in clients]
-            return [client.result(running[0]) for client in running[1:]]
+            asking = [self._places.start(1 if apart else None, client) for client in clients]
+            running += asking
+            if beside is not None:
+                running.append(self._places.start(0 if apart else None, beside))
+            return [client.result(running[0]) for client in asking]
         finally:
             for process in running:
                 process.kill()
@@ -68,6 +75,22 @@ class Cells:
                 rig.NetworkClient(setting, url, security, 0), setting, seconds
             ),
             apart=self._address(kind)[1],
+        )[0]
+
+    def network_process(self, kind: str, setting: served.Setting) -> Result:
+        """The same, with the server's sockets in a process of their own."""
+        url, security = self._url(kind), self._security(kind)
+        host = served.make_host(setting)
+        packed = network_process.Packed(setting, host.plan.rings["answers"][0])
+        listen = url.replace("tcp", "zmtp", 1)
+        return self._with_server(
+            lambda: network_process.serve_sockets(
+                setting, host, packed, listen, security["replay"]
+            ),
+            lambda: rig.measure_network(
+                rig.NetworkClient(setting, url, security, 0), setting, self._seconds
+            ),
+            beside=lambda: network_process.serve_replay(setting, host, packed),
         )[0]
 
     def _security(self, kind: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     pull     parameters newer than the last, asked for, until they lie in the reader's memory
     sample   one batch asked for, until it is assembled in the learner's memory
     update   priorities of one batch, until the replay has acknowledged them
+    push_and_sample   a batch asked for, then one push, until both are there
 
 Throughput is with several under way: two pushes, two batches.
 """
@@ -212,6 +213,12 @@ class NetworkClient:
         self.samples.request()
         return received
 
+    def push_and_sample(self) -> None:
+        """One push and one batch, both under way at once."""
+        self.samples.request()
+        self.push()
+        self.poll()
+
     def update(self) -> None:
         """New priorities for the last batch, acknowledged."""
         assert self.samples.update(self.batch.keys, self.priorities)
@@ -323,6 +330,7 @@ def measure_network(client: NetworkClient, setting: Setting, seconds: float) -> 
     for _ in range(PREFETCH):
         client.poll()
     found["update_us"], found["update_bytes"] = timed(client.update, seconds), 12 * setting.batch
+    found["push_and_sample_us"] = timed(client.push_and_sample, seconds)
     return found
 
 

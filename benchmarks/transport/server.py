@@ -111,26 +111,27 @@ class Server:
         """Over the experience's memory."""
         return ReplayCore(setting.layout, seed=1, buffer=experience)
 
-    def serve(
-        self,
-        wait: Callable[[Callable[[], object], float], bool],
-        mailbox: Mailbox,
-        taken: Callable[[], int],
-    ) -> None:
-        """For ever; parameters are renewed `_RENEW_S` after `taken()` has grown."""
-        value = np.zeros(mailbox.value_bytes, np.uint8)
-        mailbox.publish(1, value)
-        before, due_s = 0, math.inf
-        while True:
-            done = self.role.do_work()
-            now, now_s = taken(), time.monotonic()
-            if now != before:
-                before, due_s = now, min(due_s, now_s + _RENEW_S)
-            if now_s >= due_s:
-                mailbox.publish(mailbox.version + 1, value)
-                due_s = math.inf
-            elif not done:
-                wait(self.role.ready, min(due_s - now_s, _LONGEST_WAIT_S))
+
+def serve(
+    role: Any,
+    wait: Callable[[Callable[[], object], float], bool],
+    mailbox: Mailbox,
+    taken: Callable[[], int],
+) -> None:
+    """A role, for ever; parameters are renewed `_RENEW_S` after `taken()` has grown."""
+    value = np.zeros(mailbox.value_bytes, np.uint8)
+    mailbox.publish(1, value)
+    before, due_s = 0, math.inf
+    while True:
+        done = role.do_work()
+        now, now_s = taken(), time.monotonic()
+        if now != before:
+            before, due_s = now, min(due_s, now_s + _RENEW_S)
+        if now_s >= due_s:
+            mailbox.publish(mailbox.version + 1, value)
+            due_s = math.inf
+        elif not done:
+            wait(role.ready, min(due_s - now_s, _LONGEST_WAIT_S))
 
 
 class NetworkServer:
@@ -167,7 +168,7 @@ def serve_network(
 ) -> None:
     """A replay server, for ever."""
     made = NetworkServer(setting, url, security, words, fstack)
-    made.duty.serve(made.server.wait, made.mailbox, lambda: made.parameters.counts["sent"])
+    serve(made.duty.role, made.server.wait, made.mailbox, lambda: made.parameters.counts["sent"])
 
 
 def make_host(setting: Setting) -> HostMemory:
@@ -194,9 +195,8 @@ def serve_shm(setting: Setting, host: HostMemory) -> None:
     """A replay server over shared memory."""
     source, sink = host.experience_source(), host.sample_sink()
     parameters = host.mailbox()
-    Server(setting, source, sink, host.experience, host.metrics("replay")).serve(
-        waiter(host, "replay"), parameters, itertools.count().__next__
-    )
+    role = Server(setting, source, sink, host.experience, host.metrics("replay")).role
+    serve(role, waiter(host, "replay"), parameters, itertools.count().__next__)
 
 
 def securities(directory: Path | None) -> dict[str, Security]:

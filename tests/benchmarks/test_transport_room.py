@@ -71,7 +71,10 @@ def test_a_push_has_all_its_transitions_and_parameters_and_batches_their_bytes(
     check_figures(rows)
     bare = {f"zmq {kind}{tuned}" for kind in NETWORK for tuned in ("", ", our send buffer")}
     bare -= {"zmq ipc, our send buffer"}
-    ours = (*KINDS, *ZMTP, *(f"{fstack_name()}{keys}" for keys in ("", "+curve")))
+    ours = (
+        *KINDS, *ZMTP, *(f"{kind}, network process" for kind in ZMTP),
+        *(f"{fstack_name()}{keys}" for keys in ("", "+curve")),
+    )  # fmt: skip
     assert set(rows) - {"redis"} == {
         *(f"zapex {kind}" for kind in ours), *bare, "tcp", "memcpy", "bytes",
     }  # fmt: skip

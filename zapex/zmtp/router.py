@@ -17,7 +17,7 @@ MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each peer
 HANDSHAKE_S = 10.0
 _LOOK_S = 0.5  # how often connections are checked for silence
 _READS_AT_ONCE = 16
-_EXPECTED_BYTES = 1 << 18  # of a large body, before `poll` tells of its next bytes
+_EXPECTED_BYTES = 1 << 17  # of a large body, before `poll` tells of more: below a peer's buffer
 _ACCEPTS_AT_ONCE = 64
 
 
