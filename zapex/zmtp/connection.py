@@ -113,11 +113,11 @@ class Connection:
         Until then large buffers must not change. The connection must be ready.
         """
         assert self.ready
-        left = len(message)
+        left, seal = len(message), self.mechanism.seal
         small = b""  # frames that are sent as one buffer
         for plain in message:
             left -= 1
-            flags, body = self.mechanism.seal(MORE if left else 0, plain)
+            flags, body = seal(MORE if left else 0, plain)
             nbytes = len(body)
             small += frames.header(flags, nbytes)
             if nbytes < _COPIED_BYTES:
@@ -183,7 +183,7 @@ class Connection:
             flags, nbytes, start = found
             self._check_header(flags, nbytes)
             at = start + nbytes
-            placed = self._placed(flags, nbytes)
+            placed = None if self._place is None else self._placed(flags, nbytes)
             if at > end:
                 self._begin_body(flags, nbytes, placed, staged[start:])
                 at = end
@@ -223,7 +223,7 @@ class Connection:
 
     def _placed(self, flags: int, nbytes: int) -> Buffer | None:
         """The memory that the caller names for a body, if it comes as it will stay."""
-        if self._place is None or flags & COMMAND or self.mechanism.added_bytes:
+        if flags & COMMAND or self.mechanism.added_bytes or self._place is None:
             return None
         placed = self._place(self._message, nbytes)
         assert placed is None or len(placed) == nbytes

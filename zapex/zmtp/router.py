@@ -123,8 +123,9 @@ class Router:
         if len(peer.sent) >= MESSAGES_PER_PEER:
             return None
         sent = Sent(connection, connection.send(message))
-        peer.sent.append((sum(map(len, message)), sent))
         self._write(peer)
+        if connection.is_sending:  # else it is sent: there is nothing to follow
+            peer.sent.append((sum(map(len, message)), sent))
         return sent
 
     def queued(self, peer_id: bytes, large_bytes: int) -> int:
