@@ -175,7 +175,7 @@ def test_a_body_is_in_its_slot_before_its_message_is_whole(with_keys: bool, tmp_
     if with_keys:
         curve_keys.make(tmp_path / "keys")
         server_keys, keys = (curve_keys.load(tmp_path / "keys", who) for who in ("replay", "relay"))
-    server = served(security=Security(server_keys))
+    server = served(security=Security(server_keys, insecure_network=not with_keys))
     client = Client(server, keys=keys)
     client.until(lambda: states(server, GRANTED))
     message = pushes(0)
