@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel bench bench-all learning reproduce numbers plots peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel bench bench-all learning reproduce numbers plots paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -55,6 +55,7 @@ help:
 	  '  make bench-all  every result that lacks evidence, measured one after the other: ARGS=--list' \
 	  '  make learning   the next missing run of many seeds and games, 30 minutes: ARGS=--list' \
 	  '  make numbers  the figures of results, claims.toml and texts made the same   make plots   their pictures' \
+	  '  make paper    the systems of arXiv 2110.13506 and their figures, in runs/paper: ARGS=--quick in five minutes' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
 	  '  make peers-reverb   Reverb and its TensorFlow (600 MB), in .peers-reverb' \
@@ -131,6 +132,9 @@ numbers: $(STAMP)
 
 plots: $(STAMP)
 	@$(BIN)/python -m benchmarks.claims.plots $(ARGS)
+
+paper: $(STAMP)
+	@$(BIN)/zapex bench paper --json runs/paper/paper.json --figures runs/paper $(ARGS)
 
 peers: .peers/.installed
 

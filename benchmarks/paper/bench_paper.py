@@ -1,0 +1,231 @@
+"""The paper's systems, one change a step: what communication costs with 1 to 8 actors.
+
+    python -m benchmarks.paper.bench_paper [--quick] [--json FILE] [--figures DIR]
+
+    a         Redis, plain pairs, replay in the learner: the baseline of arXiv 2110.13506
+    a-fstack  the same on another Redis (--redis-url, one on F-Stack: their optimisation 1)
+    a2        Redis, chunks (each frame once), replay in the learner
+    b, b2     ZeroMQ, pairs or chunks, replay in the learner
+    c         ZeroMQ, chunks, replay in the network
+    d-zmtp    the same on zapex's own router; d-fstack: on F-Stack (their optimisation 2)
+    e         one host, shared memory
+
+Roles are torch-free: real chunks of Breakout move, and a role sleeps where it would compute. With
+--calibrate (the default) the sleeps are chosen so that in `a` with one actor 14.5 % of the time is
+communication, as in the paper; all other points are predictions from there. --actor-ms and
+--learner-ms set them instead. As root with `ip` and `tc` each role has a network namespace of its
+own; a and c are also measured at 10 and 1 Gbit/s then. A point with more than 80 % load of the
+cores is `host_bound`: a row that a queueing model predicts (`modelled`) follows it.
+
+The file of --json gets a row after each point. Called again, it goes on after the last one.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paper import figures
+from benchmarks.paper.experience import record, setting_of
+from benchmarks.paper.model import Cycle, share, transfer_s
+from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Child, Pace, Point, measure
+from benchmarks.paper.roles import ACTOR_COMMUNICATION, LEARNER_COMMUNICATION
+from benchmarks.support.harness import arguments
+from benchmarks.support.machine import Watch, doubts
+from benchmarks.transport import fstack_place, redis_server
+from benchmarks.transport.server import warm
+from zapex.cli.netns import can_have_namespaces
+
+PAPER_SHARE = 0.145
+COUNTS = (1, 2, 4, 8)
+RATES = (10.0, 1.0)
+_OVERHEAD_S = 12.0  # of a point: its processes start and end
+_TRIAL = Pace(actor_s=0.5, learner_s=0.3)
+
+
+def points_of(options: Any, apart: bool) -> list[Point]:
+    """All that were asked for, those with fewest actors first."""
+    counts, systems = options.actors, options.systems
+    found = [Point(system, n) for n in counts for system in systems]
+    if apart and not options.quick:
+        found += [Point(s, n, g) for g in RATES for n in counts for s in systems if s in "ac"]
+    return found
+
+
+def missing(point: Point, options: Any, bench: Bench) -> str:
+    """Why a system cannot be measured here; "" if it can."""
+    if point.system == "a-fstack":
+        return "" if options.redis_url else "name its Redis with --redis-url"
+    if point.system in ("a", "a2"):
+        return redis_server.missing()
+    if point.system == "d-fstack" and bench.fstack is None:
+        return "no F-Stack: --fstack-lib, --fstack-conf"
+    return ""
+
+
+def calibrated(bench: Bench) -> Pace:
+    """Sleeps that give actor and learner of `a`, one actor, the paper's share each."""
+    row = measure(bench, Point("a", 1), _TRIAL)
+    rest = (1 - PAPER_SHARE) / PAPER_SHARE
+    actor = sum(row["actor_share"][p] for p in ACTOR_COMMUNICATION)
+    learner = sum(row["learner_share"].get(p, 0.0) for p in LEARNER_COMMUNICATION)
+    return Pace(
+        actor_s=rest * _TRIAL.actor_s * actor / max(1e-9, row["actor_share"]["compute"]),
+        learner_s=rest * _TRIAL.learner_s * learner / max(1e-9, row["learner_share"]["compute"]),
+    )
+
+
+def modelled(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """The row that the queueing model predicts, from the same system with one actor."""
+    compute_s = alone["paced"]["actor_ms"] / 1000
+    shares = alone["actor_share"]
+    moved_s = compute_s * sum(shares[p] for p in ACTOR_COMMUNICATION) / shares["compute"]
+    server = alone["core_seconds"].get("server") or alone["core_seconds"]["learner"]
+    work_s = sum(thread["cpu_s"] for thread in server.values())
+    cycle = Cycle(compute_s, moved_s, work_s / max(1, alone["machine"]["pushes"]))
+    there, moves_s = share(cycle, row["actors"]), transfer_s(cycle, row["actors"])
+    learner = sum(alone["learner_share"].get(p, 0.0) for p in LEARNER_COMMUNICATION)
+    return {
+        **row, "modelled": True, "core_seconds": {}, "learner_share": alone["learner_share"],
+        "communication_share": (there + learner) / 2,
+        "actor_share": {"compute": 1 - there, "push": there},
+        "actor_push_ms": {"median": 1000 * moves_s}, "actor_pull_ms": {},
+        "push_hz": row["actors"] / (compute_s + moves_s),
+    }  # fmt: skip
+
+
+def run_points(
+    bench: Bench, todo: list[Point], rows: list[dict[str, Any]], options: Any
+) -> None:  # fmt: skip
+    """Measure what is not in `rows` yet; each row is written as soon as it is there."""
+    known = {(r["system"], r["actors"], r["gbit"] or 0.0) for r in rows}
+    todo = [point for point in todo if point.key not in known]
+    pace = _pace(bench, rows, options)
+    each_s = bench.seconds + bench.warm_s + _OVERHEAD_S
+    print(f"{len(todo)} points, about {len(todo) * each_s / 60:.0f} minutes", flush=True)
+    began_s = time.monotonic()
+    for done, point in enumerate(todo):
+        reason = missing(point, options, bench)
+        if reason:
+            print(f"  {point.system}: {reason}")
+            continue
+        watch = Watch()
+        row = measure(bench, point, pace)
+        why_not = doubts(watch.facts, watch.report(), None) + ["quick"] * options.quick
+        row["machine"] = {**watch.facts, **row["machine"], "doubts": why_not}
+        if point.system == "a-fstack":
+            row["machine"]["label"] = options.label
+        rows.append(row)
+        alone = next(
+            (r for r in rows if r["system"] == point.system and r["actors"] == 1
+             and not r["modelled"] and r["gbit"] == row["gbit"]), None,
+        )  # fmt: skip
+        if alone is not None and point.actors > 1:
+            predicted = modelled(row, alone)
+            row["machine"]["model_error"] = (
+                predicted["communication_share"] / max(1e-9, row["communication_share"]) - 1
+            )
+            if row["host_bound"]:
+                rows.append(predicted)
+        if options.json:
+            _write(options.json, rows)
+        left_s = (time.monotonic() - began_s) / (done + 1) * (len(todo) - done - 1)
+        print(f"{figures.line(row)}; about {left_s / 60:.0f} min left", flush=True)
+
+
+def _pace(bench: Bench, rows: list[dict[str, Any]], options: Any) -> Pace:
+    if rows:  # of the run that goes on
+        paced = rows[0]["paced"]
+        return Pace(paced["actor_ms"] / 1000, paced["learner_ms"] / 1000, paced["set_every"])
+    given = options.actor_ms, options.learner_ms
+    if all(given):
+        return Pace(given[0] / 1000, given[1] / 1000)
+    if redis_server.missing():
+        sys.exit(f"--calibrate needs Redis ({redis_server.missing()}); or give both --actor-ms and "
+                 "--learner-ms")  # fmt: skip
+    pace = calibrated(bench)
+    print(f"calibrated: an actor computes {1000 * pace.actor_s:.0f} ms for each push, the learner "
+          f"{1000 * pace.learner_s:.0f} ms for each batch")  # fmt: skip
+    return pace
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(rows, indent=1) + "\n")
+    new.replace(path)
+
+
+def _recorded(quick: bool) -> np.ndarray:
+    """Chunks of a game, played in another process."""
+    path = Path(tempfile.mkdtemp(prefix="zapex-paper-"), "chunks.npy")
+
+    def play() -> int:
+        np.save(path, record(setting_of(1, quick)))
+        return 0
+
+    child = Child(play)
+    try:
+        child.result(300)
+        return np.load(path)
+    finally:
+        child.kill()
+        shutil.rmtree(path.parent)
+
+
+def _options(argv: list[str] | None) -> Any:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--systems", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--actors", nargs="+", type=int, default=None)
+    parser.add_argument("--seconds", type=float, default=None, help="of each point")
+    parser.add_argument("--actor-ms", type=float, default=0.0, help="computation for each push")
+    parser.add_argument("--learner-ms", type=float, default=0.0, help="computation for each batch")
+    parser.add_argument("--calibrate", action="store_true", help="choose both; the default")
+    parser.add_argument("--redis-url", default="", help="of a-fstack: a Redis that runs")
+    parser.add_argument("--label", default="", help="of a-fstack: what that Redis is")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="PNG and tables, into it")
+    fstack_place.add_flags(parser)
+    options = parser.parse_args(argv)
+    options.actors = options.actors or list(COUNTS[:2] if options.quick else COUNTS)
+    options.seconds = options.seconds or (4.0 if options.quick else 20.0)
+    if options.calibrate:
+        options.actor_ms = options.learner_ms = 0.0
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, write, draw."""
+    options = _options(argv)
+    rows: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        rows = json.loads(options.json.read_text())
+        print(f"{options.json} has {len(rows)} rows: going on after them")
+    why = can_have_namespaces()
+    print(f"roles on one machine, loopback: {why}" if why else "roles in network namespaces")
+    warm()
+    named = options.fstack_lib and options.fstack_conf  # the tests' stand-in is no F-Stack
+    fstack = fstack_place.find(options) if named else ""
+    bench = Bench(
+        _recorded(options.quick), options.seconds, 1.0 if options.quick else 3.0, options.quick,
+        apart=not why, redis_url=options.redis_url,
+        fstack=None if isinstance(fstack, str) else fstack.setup,
+        fstack_address="" if isinstance(fstack, str) else fstack.address or "",
+    )  # fmt: skip
+    print(f"{os.cpu_count()} cores; a point counts below {LOAD_LIMIT:.0%} load of them")
+    run_points(bench, points_of(options, apart=not why), rows, options)
+    if options.figures:
+        for path in figures.draw(rows, options.figures):
+            print(path)
+    else:
+        print(figures.table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

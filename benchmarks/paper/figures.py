@@ -1,0 +1,249 @@
+"""The figures of arXiv 2110.13506 from our rows, PNG and tables, with the paper's numbers beside.
+
+breakdown.png     fig. 3: where an actor's and the learner's time goes
+push.png          actors' pushes a second, against what they are without communication
+latency.png       actor push and pull, learner set and sample
+pull.png          experiences a second of the learner's sampling time
+server.png        the server's time: input and output, adding, sampling
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PAPER_SHARE = {1: 0.145, 8: 0.190}
+"""Communication in the paper's baseline, by actors."""
+NAMES = {
+    "a": "Redis, pairs", "a-fstack": "Redis on F-Stack, pairs", "a2": "Redis, chunks",
+    "b": "ZeroMQ, pairs", "b2": "ZeroMQ, chunks", "c": "in-network",
+    "d-zmtp": "in-network, zmtp", "d-fstack": "in-network, F-Stack", "e": "one host, memory",
+}  # fmt: skip
+_COLORS = {
+    "compute": "#c9d3dc", "push": "#d1495b", "pull": "#edae49", "sample": "#30638e",
+    "update": "#8d6a9f", "set": "#00798c", "wait": "#888888",
+}  # fmt: skip
+_LATENCIES = {
+    "actor_push_ms": "actor: a push of experience", "actor_pull_ms": "actor: pull parameters",
+    "learner_set_ms": "learner: set parameters", "learner_sample_ms": "learner: sample a batch",
+}  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row in a line."""
+    gbit = f" at {row['gbit']:g} Gbit/s" if row["gbit"] else ""
+    load = "" if row["modelled"] else f", load {row['machine']['load']:.0%}"
+    bound = ", HOST-BOUND: does not count" if row["host_bound"] and not row["modelled"] else ""
+    return (
+        f"  {row['system']:9}{row['actors']} actors{gbit}: communication "
+        f"{row['communication_share']:.1%}, {row['push_hz']:.2f} pushes/s of "
+        f"{row['ideal_push_hz']:.2f}{load}{bound}"
+    )
+
+
+def _ms(value: dict[str, float]) -> str:
+    if not value:
+        return "-"
+    spread = f" ({value['q25']:.1f}..{value['q75']:.1f})" if "q25" in value else ""
+    return f"{value['median']:.1f}{spread}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows, as Markdown; bytes beside every time."""
+    head = (
+        "| system | actors | Gbit/s | communication | paper | push ms | MB | pull ms | MB | set ms "
+        "| sample ms | MB | experiences/s pulled | pushes/s (ideal) | |\n" + "|---" * 15 + "|"
+    )
+    lines = []
+    for row in sorted(rows, key=lambda r: (r["gbit"] or 0, list(NAMES).index(r["system"]),
+                                           r["actors"], r["modelled"])):  # fmt: skip
+        paper = PAPER_SHARE.get(row["actors"]) if row["system"] == "a" else None
+        notes = "modelled" if row["modelled"] else "host-bound" if row["host_bound"] else ""
+        mb = {name: f"{n / 1e6:.2f}" for name, n in row["bytes"].items()}
+        lines.append(
+            f"| {row['system']} {NAMES[row['system']]} | {row['actors']} | {row['gbit'] or '-'} "
+            f"| {row['communication_share']:.1%} | {f'{paper:.1%}' if paper else ''} "
+            f"| {_ms(row['actor_push_ms'])} | {mb['push']} | {_ms(row['actor_pull_ms'])} "
+            f"| {mb['pull']} | {_ms(row['learner_set_ms'])} | {_ms(row['learner_sample_ms'])} "
+            f"| {mb['sample']} | {row['learner_pull_experiences_per_s']:,.0f} "
+            f"| {row['push_hz']:.2f} ({row['ideal_push_hz']:.2f}) | {notes} |"
+        )
+    return "\n".join([head, *lines])
+
+
+def draw(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
+    """Every figure that the rows have something for, and table.md. Returns the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    directory.mkdir(parents=True, exist_ok=True)
+    tabled = directory / "table.md"
+    tabled.write_text(table(rows) + "\n")
+    plain = [row for row in rows if not row["gbit"] and not _doubled(row, rows)]
+    plain.sort(key=lambda row: (list(NAMES).index(row["system"]), row["actors"]))
+    made = [tabled]
+    drawings: dict[str, Callable[[Any, list[dict[str, Any]]], None]] = {
+        "breakdown": _breakdown, "push": _pushes, "latency": _latencies, "pull": _pulls,
+        "server": _server,
+    }  # fmt: skip
+    from matplotlib.figure import Figure
+
+    for name, draws in drawings.items():
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        draws(figure, plain)
+        made.append(directory / f"{name}.png")
+        figure.savefig(made[-1], dpi=110)
+    return made
+
+
+def _doubled(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """A host-bound row whose modelled twin is there: the twin is drawn."""
+    twin = {**row, "modelled": True}
+    keys = ("system", "actors", "gbit", "modelled")
+    return (
+        row["host_bound"]
+        and not row["modelled"]
+        and any(all(other[k] == twin[k] for k in keys) for other in rows)
+    )
+
+
+def _label(row: dict[str, Any]) -> str:
+    actors = f"{row['actors']} actor{'s' * (row['actors'] > 1)}"
+    return f"{NAMES[row['system']]}, {actors}" + (" (modelled)" if row["modelled"] else "")
+
+
+def _breakdown(figure: Any, rows: list[dict[str, Any]]) -> None:
+    axes = figure.subplots(1, 2, sharey=True)
+    bars = (("actor_share", "actor"), ("learner_share", "learner"))
+    for axis, (key, title) in zip(axes, bars, strict=True):
+        for place, row in enumerate(rows):
+            left = 0.0
+            for phase, color in _COLORS.items():
+                width = 100 * row[key].get(phase, 0.0)
+                axis.barh(place, width, left=left, color=color, height=0.7)
+                left += width
+        axis.set_title(f"{title}: share of its time")
+        axis.set_xlabel("%")
+        axis.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
+        axis.axvline(100 * (1 - PAPER_SHARE[1]), color="black", lw=0.8, ls=":")
+    from matplotlib.patches import Patch
+
+    axes[0].invert_yaxis()
+    names = [name for name in _COLORS if any(name in r[k] for r in rows for k, _ in bars)]
+    figure.legend(
+        handles=[Patch(color=_COLORS[name], label=name) for name in names], ncols=len(names),
+        loc="outside lower center",
+    )  # fmt: skip
+    figure.suptitle(
+        "Where paced roles spend their time. Dotted: the paper's 14.5 % of communication with one "
+        "actor,\nto which Redis with pairs and one actor is calibrated"
+    )
+
+
+def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: (list(NAMES).index(r["system"]), r["actors"])):
+        found.setdefault(row["system"], []).append(row)
+    return found
+
+
+def _pushes(figure: Any, rows: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2)
+    ideal = {row["actors"]: row["ideal_push_hz"] for row in rows}
+    left.plot(*zip(*sorted(ideal.items()), strict=True), "k--", label="without communication")
+    for system, some in _by_system(rows).items():
+        counts = [row["actors"] for row in some]
+        left.plot(counts, [row["push_hz"] for row in some], "o-", ms=4, label=NAMES[system])
+        predicted = [row for row in some if row["modelled"]]
+        left.plot(
+            [row["actors"] for row in predicted], [row["push_hz"] for row in predicted], "kx",
+            label="_",
+        )  # fmt: skip
+        shares = [100 * row["communication_share"] for row in some]
+        right.plot(counts, shares, "o-", ms=4, label=NAMES[system])
+    right.plot(
+        list(PAPER_SHARE), [100 * s for s in PAPER_SHARE.values()], "k*", ms=11,
+        label="the paper's baseline",
+    )  # fmt: skip
+    each = rows[0]["machine"]["transitions_per_push"] if rows else 0
+    left.set(
+        title=f"Pushes of {each} transitions a second, all actors",
+        xlabel="actors",
+        ylabel="pushes/s",
+    )
+    right.set(title="Communication, share of time", xlabel="actors", ylabel="%")
+    right.set_ylim(bottom=0)
+    for axis in (left, right):
+        axis.set_xticks(sorted(ideal))
+        axis.grid(alpha=0.3)
+    right.legend(fontsize=8)
+    left.plot([], [], "kx", label="predicted by the model")
+    left.set_ylim(bottom=0)
+    left.legend(fontsize=8)
+
+
+def _latencies(figure: Any, rows: list[dict[str, Any]]) -> None:
+    axes = figure.subplots(2, 2).flatten()
+    for axis, (key, title) in zip(axes, _LATENCIES.items(), strict=True):
+        for system, some in _by_system(rows).items():
+            known = [row for row in some if row[key] and not row["modelled"]]
+            axis.plot(
+                [row["actors"] for row in known], [row[key]["median"] for row in known], "o-", ms=4,
+                label=NAMES[system],
+            )  # fmt: skip
+        axis.set(title=title, xlabel="actors", ylabel="ms, median")
+        axis.set_ylim(bottom=0)
+        axis.set_xticks(sorted({row["actors"] for row in rows}))
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=4, fontsize=8, loc="outside lower center")
+
+
+def _pulls(figure: Any, rows: list[dict[str, Any]]) -> None:
+    axis = figure.subplots()
+    for system, some in _by_system(rows).items():
+        axis.plot(
+            [row["actors"] for row in some],
+            [row["learner_pull_experiences_per_s"] for row in some], "o-", label=NAMES[system],
+        )  # fmt: skip
+    axis.set(
+        title="What a learner gets for a second of sampling "
+        "(its own replay: all experience; in-network: batches)",
+        xlabel="actors", ylabel="experiences/s", yscale="log",
+    )  # fmt: skip
+    axis.set_xticks(sorted({row["actors"] for row in rows}))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_minor_formatter("{x:,.0f}")
+    axis.tick_params(axis="y", which="minor", labelsize=7)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=8)
+
+
+def _server(figure: Any, rows: list[dict[str, Any]]) -> None:
+    axis = figure.subplots()
+    some = [row for row in rows if not row["modelled"]]
+    for place, row in enumerate(some):
+        phases, seconds = row["machine"]["server_phases_s"], row["machine"]["seconds"]
+        role = "server" if "server" in row["core_seconds"] else "learner"
+        threads = row["core_seconds"].get(role, {})
+        cpu_s = sum(thread["cpu_s"] for thread in threads.values())
+        adding, sampling = phases.get("insert", 0.0), phases.get("sample", 0.0)
+        redis = row["system"].startswith("a")  # where a learner adds and samples, beside Redis
+        rest_s = cpu_s if redis else max(0.0, cpu_s - adding - sampling)
+        parts = {
+            "adding (chunks in)": (adding, "#30638e"),
+            "sampling (batches out)": (sampling, "#edae49"),
+            "input, output and the rest": (rest_s, "#c9d3dc"),
+        }
+        left = 0.0
+        for name, (spent, color) in parts.items():
+            label = name if not place else None
+            axis.barh(place, 100 * spent / seconds, left=left, color=color, label=label)
+            left += 100 * spent / seconds
+    labels = [_label(row) for row in some]
+    axis.set_yticks(range(len(some)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set(
+        title="Time for the replay: its server's, or Redis's and its learner's",
+        xlabel="% of one core",
+    )
+    axis.legend(fontsize=8)

@@ -1,0 +1,358 @@
+"""One point: a system with so many paced actors, each role a process in a namespace of its own."""
+
+import ctypes
+import json
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paper import ends
+from benchmarks.paper.accounts import Account
+from benchmarks.paper.experience import plain, plain_bodies, setting_of
+from benchmarks.paper.roles import (
+    ACTOR_COMMUNICATION,
+    LEARNER_COMMUNICATION,
+    MEASURING,
+    OVER,
+    actor,
+    learner,
+)
+from benchmarks.support.processes import reap, start
+from benchmarks.transport import redis_server
+from benchmarks.transport.server import NetworkServer, Server, Setting, make_host, waiter
+from zapex.cli.netns import Namespaces
+from zapex.fstack.loop import Setup
+from zapex.host.metrics import RoleMetrics
+from zapex.shm_transport import HostMemory
+
+CLONE_NEWNET = 0x40000000
+LOAD_LIMIT = 0.8  # a point above it counts only as far as the model says
+_PORT = 7300
+_START_S = 120.0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+FORMATS = {
+    "a": "pairs", "a-fstack": "pairs", "a2": "chunks", "b": "pairs", "b2": "chunks", "c": "chunks",
+    "d-zmtp": "chunks", "d-fstack": "chunks", "e": "chunks",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of computation: of an actor for each push, of a learner for each batch."""
+
+    actor_s: float
+    learner_s: float
+    set_every: int = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """system: see bench_paper. gbit: of each cable; 0: as fast as the kernel is."""
+
+    system: str
+    actors: int
+    gbit: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        """What names it in a result."""
+        return self.system, self.actors, self.gbit
+
+
+@dataclass
+class Bench:
+    """What all points share. bodies: recorded chunks. apart: roles get namespaces."""
+
+    bodies: np.ndarray
+    seconds: float
+    warm_s: float
+    quick: bool
+    apart: bool
+    redis_url: str = ""
+    fstack: Setup | None = None
+    fstack_address: str = ""
+    ports: Iterator[int] = field(default_factory=lambda: iter(range(_PORT, _PORT + 900)))
+
+
+class Child:
+    """A role's process, and what it returns."""
+
+    def __init__(self, work: Callable[[], Any], namespace: str = "") -> None:
+        read, write = os.pipe()
+
+        def there() -> None:
+            os.close(read)
+            if namespace:
+                fd = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+                if _LIBC.setns(fd, CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+                os.close(fd)
+            with os.fdopen(write, "w") as file:
+                json.dump(work(), file)
+
+        self.pid, self._fd, self._gone = start(there), read, False
+        os.close(write)
+
+    def result(self, timeout_s: float) -> Any:
+        """What it returned; it is gone then."""
+        found, deadline = b"", time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._fd], [], [], left_s)[0]:
+                raise TimeoutError(f"a role had no result after {timeout_s:.0f} s")
+            piece = os.read(self._fd, 1 << 16)
+            if not piece:
+                break
+            found += piece
+        _, status = os.waitpid(self.pid, 0)
+        self._gone = True
+        if status:
+            raise RuntimeError("a role has failed; its error is above")
+        return json.loads(found)
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def kill(self) -> None:
+        """End it, and close what is left."""
+        if not self._gone:
+            reap(self.pid)
+        os.close(self._fd)
+
+
+def _serve(setting: Setting, url: str, words: Any, fstack: Setup | None) -> None:
+    """A replay in the network, for ever; parameters come from the learner."""
+    made = NetworkServer(setting, url, ends.OPEN["replay"], words, fstack)
+    _work(made.duty, made.server.wait)
+
+
+def _serve_here(setting: Setting, host: HostMemory) -> None:
+    source, sink = host.experience_source(), host.sample_sink()
+    _work(
+        Server(setting, source, sink, host.experience, host.metrics("replay")),
+        waiter(host, "replay"),
+    )
+
+
+def _work(duty: Server, wait: Callable[[Callable[[], object], float], bool]) -> None:
+    while True:
+        if not duty.role.do_work():
+            wait(duty.role.ready, 0.2)
+
+
+@contextmanager
+def _places(bench: Bench, point: Point) -> Iterator[tuple[dict[str, str], str]]:
+    """Namespace of each role, and the server's address."""
+    roles = ["server", "learner", *(f"actor{i}" for i in range(point.actors))]
+    outside = point.system in ("e", "a-fstack") or (
+        point.system == "d-fstack" and bench.fstack_address
+    )
+    if not bench.apart or outside:
+        yield dict.fromkeys(roles, ""), "127.0.0.1"
+        return
+    rate = f"{point.gbit:g}gbit" if point.gbit else ""
+    with Namespaces(roles, rate) as made:
+        names = {role: made.prefix(role)[-1] for role in roles}
+        # A learner that serves itself is where the server is.
+        names["learner"] = names["server"] if point.system in ("b", "b2") else names["learner"]
+        yield names, made.address("server")
+
+
+def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
+    """One point, measured; as a row of the result, without the machine's facts."""
+    setting = setting_of(point.actors + (point.system in ("c", "d-zmtp", "d-fstack")), bench.quick)
+    bodies = bench.bodies
+    if point.system == "b":
+        bodies, setting = plain_bodies(setting, bodies), plain(setting)
+    words = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
+    metrics = np.frombuffer(mmap.mmap(-1, RoleMetrics.required_bytes()), np.uint8)
+    running: dict[str, Child] = {}
+    with ExitStack() as stack:
+        names, address = stack.enter_context(_places(bench, point))
+
+        def begin(role: str, work: Callable[[], Any]) -> None:
+            place = names.get(role.replace(" ", ""), "")
+            running[role] = Child(work, place)
+            stack.callback(running[role].kill)
+
+        line_rate = _line_rate(names, address, next(bench.ports)) if names["server"] else 0.0
+        actor_of, learner_of = _ends(bench, point, setting, bodies, address, begin, metrics)
+        places = list(range(2, 2 + point.actors))
+        begin(
+            "learner",
+            lambda: learner(learner_of, words, places, 1, pace.learner_s, pace.set_every),
+        )
+        for i in range(point.actors):
+            begin(f"actor {i}", partial(actor, partial(actor_of, i), words, 2 + i, pace.actor_s))
+        _until(running, lambda: all(words[1 : 2 + point.actors] == MEASURING))
+        time.sleep(bench.warm_s)
+        replay = RoleMetrics(metrics, "replay", create=False) if metrics.any() else None
+        phases = replay.snapshot() if replay else {}
+        words[0] = MEASURING
+        account = Account({role: child.pid for role, child in running.items()})
+        time.sleep(bench.seconds)
+        words[0] = OVER
+        facts = account.close()
+        after = replay.snapshot() if replay else {}
+        found = {r: c.result(_START_S) for r, c in running.items() if r != "server"}
+    server = {k.removeprefix("phase/"): after[k] - phases[k] for k in after if "phase/" in k}
+    server = found["learner"]["phases"] or server
+    more = {"server_phases": server, "line_rate": line_rate, "push": sum(setting.rows)}
+    return _row(point, pace, found, {**facts, **more})
+
+
+def _ends(
+    bench: Bench, point: Point, setting: Setting, bodies: np.ndarray, address: str,
+    begin: Callable[[str, Callable[[], Any]], None], metrics: np.ndarray,
+) -> tuple[Callable[[int], Any], Callable[[], Any]]:  # fmt: skip
+    """What makes the actors' ends and the learner's; starts the server between them."""
+    system, port = point.system, next(bench.ports)
+    if system in ("a", "a2", "a-fstack"):
+        url = bench.redis_url if system == "a-fstack" else ""
+        if not url:
+            begin("server", lambda: redis_server.server(address, port, "/tmp"))
+            url = f"redis://{address}:{port}/0"
+        pairs = FORMATS[system] == "pairs"
+        return (
+            lambda i: ends.RedisActor(setting, bodies, url, i, pairs),
+            lambda: ends.RedisLearner(setting, url),
+        )
+    if system == "e":
+        host = make_host(setting)
+        begin("server", lambda: _serve_here(setting, host))
+        return (
+            lambda i: ends.ShmActor(setting, bodies, host, i),
+            lambda: ends.ShmLearner(setting, host),
+        )
+    url = f"tcp://{address}:{port}"
+    if system in ("b", "b2"):
+        return (
+            lambda i: ends.LinkActor(setting, bodies, url, i),
+            lambda: ends.ServingLearner(setting, url),
+        )
+    scheme = {"c": "tcp", "d-zmtp": "zmtp", "d-fstack": "fstack"}[system]
+    if scheme == "fstack" and bench.fstack_address:
+        url = f"tcp://{bench.fstack_address}:{port}"
+    fstack = bench.fstack if scheme == "fstack" else None
+    begin("server", lambda: _serve(setting, url.replace("tcp", scheme, 1), metrics, fstack))
+    return (
+        lambda i: ends.LinkActor(setting, bodies, url, i),
+        lambda: ends.LinkLearner(setting, url),
+    )
+
+
+def _until(running: dict[str, Child], done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _START_S
+    while not done():
+        over = [role for role, child in running.items() if child.ended()]
+        if over:
+            raise RuntimeError(f"{', '.join(over)} ended too early; the error is above")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the roles were not ready after {_START_S:.0f} s")
+        time.sleep(0.02)
+
+
+def _line_rate(names: dict[str, str], address: str, port: int) -> float:
+    """Gbit/s of one TCP connection from the learner's place to the server's."""
+    piece, seconds = bytes(1 << 20), 0.4
+
+    def receive() -> float:
+        with socket.create_server((address, port)) as listener:
+            listener.settimeout(20)
+            link, _ = listener.accept()
+            moved, began = 0, time.monotonic()
+            while got := len(link.recv(1 << 20)):
+                moved += got
+            return 8e-9 * moved / (time.monotonic() - began)
+
+    def send() -> int:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                link = socket.create_connection((address, port), timeout=20)
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop:
+            link.sendall(piece)
+        link.close()
+        return 0
+
+    receiver, sender = Child(receive, names["server"]), Child(send, names["learner"])
+    try:
+        sender.result(40)
+        return float(receiver.result(40))
+    finally:
+        sender.kill()
+        receiver.kill()
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    whole = sum(seconds.values()) or 1.0
+    return {phase: spent / whole for phase, spent in seconds.items()}
+
+
+def _row(
+    point: Point, pace: Pace, found: dict[str, Any], facts: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """The keys that the page names. Shares of actors are their mean."""
+    actors = [one for role, one in found.items() if role.startswith("actor")]
+    learns = found["learner"]
+    shares = [_shares(one["seconds"]) for one in actors]
+    phases = sorted({phase for one in shares for phase in one})
+    actor_share = {p: float(np.mean([one.get(p, 0.0) for one in shares])) for p in phases}
+    learner_share = _shares(learns["seconds"])
+    communication = np.mean([
+        sum(actor_share.get(p, 0.0) for p in ACTOR_COMMUNICATION),
+        sum(learner_share.get(p, 0.0) for p in LEARNER_COMMUNICATION),
+    ])  # fmt: skip
+    sampling_s = learns["seconds"].get("sample", 0.0)
+    nbytes = {**actors[0]["bytes"], **learns["bytes"]}
+    if learns["phases"]:  # it pulls what was pushed
+        nbytes["sample"] = nbytes["push"] / facts["push"] * learns["pulled"] / learns["steps"]
+
+    def ms(of: list[dict[str, Any]], name: str) -> dict[str, float]:
+        known = [one["ms"][name] for one in of if one["ms"].get(name)]
+        return {k: float(np.median([one[k] for one in known])) for k in (known[0] if known else ())}
+
+    threads = {
+        role: {
+            thread: {"cpu_s": cpu_s, "waited_s": facts["run_queue_wait_s"][role].get(thread, 0.0)}
+            for thread, cpu_s in cpu.items()
+        }
+        for role, cpu in facts["core_seconds"].items()
+    }
+    return {
+        "system": point.system, "modelled": False, "actors": point.actors,
+        "gbit": point.gbit or None, "format": FORMATS[point.system],
+        "paced": {"actor_ms": 1000 * pace.actor_s, "learner_ms": 1000 * pace.learner_s,
+                  "set_every": pace.set_every},
+        "bytes": nbytes,
+        "host_bound": facts["load"] > LOAD_LIMIT,
+        "communication_share": float(communication),
+        "actor_share": actor_share, "learner_share": learner_share,
+        "core_seconds": threads,
+        "actor_push_ms": ms(actors, "push"), "actor_pull_ms": ms(actors, "pull"),
+        "learner_set_ms": ms([learns], "set"), "learner_sample_ms": ms([learns], "sample"),
+        "learner_pull_experiences_per_s": learns["pulled"] / sampling_s if sampling_s else 0.0,
+        "push_hz": sum(one["pushes"] for one in actors) / facts["seconds"],
+        "ideal_push_hz": point.actors / pace.actor_s,
+        "machine": {
+            "load": facts["load"], "seconds": facts["seconds"], "line_gbit": facts["line_rate"],
+            "server_phases_s": facts["server_phases"], "steps": learns["steps"],
+            "pushes": sum(one["pushes"] for one in actors),
+            "shortest_step_s": learns["shortest_step_s"], "transitions_per_push": facts["push"],
+        },
+    }  # fmt: skip
