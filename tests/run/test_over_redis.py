@@ -11,6 +11,7 @@ from zapex.envs import environments
 from zapex.errors import ConfigError, Fenced
 from zapex.net.redis_link import HOST_KEY, LEARNER, NUMBERS, RUN, SETTINGS
 from zapex.run.over_redis import _HostBeat, _RunKeeper, joined_run, link_of, tell_all
+from zapex.run.preflight import check_redis
 from zapex.run.run import Membership, Run
 
 pytestmark = needs_redis
@@ -71,6 +72,18 @@ def test_a_refused_user_is_a_mistake_and_no_wait(redis_server: RedisServer, tmp_
     redis_server.client().config_set("requirepass", "secret")
     with pytest.raises(ConfigError, match="it refuses this user"):
         joined_run(run_of(redis_server, "learner", tmp_path))
+
+
+def test_the_doctor_says_what_a_redis_lacks(redis_server: RedisServer) -> None:
+    (found,) = check_redis(redis_server.url)
+    assert found.enough
+    redis_server.client().config_set("requirepass", "secret")
+    (found,) = check_redis(redis_server.url)
+    assert not found.enough
+    assert "REDISCLI_AUTH" in found.mend
+    redis_server.stop()
+    (found,) = check_redis(redis_server.url)
+    assert "start one there" in found.mend
 
 
 def test_a_redis_that_was_emptied_gets_the_run_again(

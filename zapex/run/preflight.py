@@ -145,9 +145,10 @@ def check_redis(url: str) -> list[Finding]:
     answers = link.attempt(lambda client: bool(client.ping()), False)
     link.close()
     found = "answers" if answers else link.problem
-    return [
-        Finding("Redis", found, answers, f"one at {url}", "" if answers else "start Redis there")
-    ]
+    mend = "start one there, or look for firewalls between"
+    if link.refused:
+        mend = "give redis://USER@HOST, and the password in REDISCLI_AUTH"
+    return [Finding("Redis", found, answers, f"one at {url}", "" if answers else mend)]
 
 
 def _admits(url: str, keys: str, role: str, timeout_s: float) -> bool:
