@@ -18,7 +18,7 @@ For readers of the code: where things live. Imports run down this map and never 
     13  __main__
     12  cli
     11  studies
-    10  library, run             the two products; neither imports the other
+    10  clusters, library, run   a run's hosts at a scheduler; the two products
      9  redis_transport, zmq_transport
      8  net
      7  roles, shm_transport, watch
@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from zapex.chunks.batch import Batch
     from zapex.chunks.columns import Column
     from zapex.chunks.schema import Schema
+    from zapex.clusters.launched import launch
     from zapex.library.connect import connect
     from zapex.library.prioritized import PrioritizedReplay
     from zapex.library.writer import Writer
 
-__all__ = ["Batch", "Column", "PrioritizedReplay", "Schema", "Writer", "__version__", "connect"]
+__all__ = [
+    "Batch", "Column", "PrioritizedReplay", "Schema", "Writer", "__version__", "connect", "launch",
+]  # fmt: skip
 
 _HOMES = {
     "Batch": "chunks.batch",
@@ -51,6 +54,7 @@ _HOMES = {
     "Schema": "chunks.schema",
     "Writer": "library.writer",
     "connect": "library.connect",
+    "launch": "clusters.launched",
 }
 
 

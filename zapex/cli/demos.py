@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zapex.errors import ConfigError
-from zapex.processes.child import child_setup
 from zapex.watch.recorders import RESULT_FILE
 from zapex.watch.screen import clock
 
@@ -62,17 +60,4 @@ def outcome(run_dir: Path) -> str:
 
 def child_argv(title: str, directory: str, words: Sequence[str]) -> list[str]:
     """The command line of a child that runs `zapex WORDS` in `directory`."""
-    return [sys.executable, "-m", "zapex.cli.demos", title, directory, *words]
-
-
-def child_main(title: str, directory: str, *words: str) -> int:
-    """Belong to the parent, then run the command. Returns its exit code."""
-    child_setup(title)
-    os.chdir(directory)
-    from zapex.cli.main import main
-
-    return main(words)
-
-
-if __name__ == "__main__":
-    sys.exit(child_main(*sys.argv[1:]))
+    return [sys.executable, "-m", "zapex.cli.as_child", title, directory, *words]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import zapex
 from zapex.cli import balance, hosts
+from zapex.cli import launch as launches
 from zapex.cli.flags import parse, read_settings
 from zapex.cli.resolve import MACHINE, check_trust, findings, prepared, resolve, run_directory
 from zapex.config.settings import Config
@@ -317,6 +318,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),
     "keygen": (hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
     "balance": (balance.command, "measure actors and learner here: how many actors to use"),
+    "launch": (launches.launch, "one run on many hosts: have SLURM, Kubernetes or Ray place them"),
+    "status": (launches.status, "what the hosts of a launched run do: zapex status [RUN]"),
+    "logs": (launches.logs, "what they said: zapex logs ROLE [RUN]"),
+    "stop": (launches.stop, "end a launched run: zapex stop [RUN]"),
     "doctor": (_doctor, "check whether this machine has what a run needs"),
     "demo": (
         _demo,

@@ -28,6 +28,8 @@ FIRST = (
     "actors", "capacity", "lr", "seed",
 )  # fmt: skip
 """The flags that `zapex train --help` shows; --help-all shows all."""
+AUTO = "auto"
+"""The value of --resume for a command that may be started again by whoever placed it."""
 MACHINE = (
     "env",
     "preset",
@@ -90,10 +92,14 @@ def resolve(
     given = read(args, flags_of(*kinds), command, "env")
     help_wanted = [name for name in HELP.values() if given.pop(name, False)]
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
-    resume = given.get("resume", "")
-    if resume and not part.learns:
-        raise ConfigError(f"--resume is the learner's: `zapex {command}` has nothing to resume")
-    path = _settings_file(more.config, resume)
+    either = given.get("resume") == AUTO
+    resume = _what_goes_on(given, part)
+    if resume and resume != AUTO and not part.learns:
+        raise ConfigError(
+            f"--resume is the learner's: `zapex {command}` has nothing to resume, and takes only "
+            f"--resume {AUTO}"
+        )
+    path = _settings_file(more.config, resume, either)
     values = read_settings(path) if path else {}
     check_trust(path, values, given, more.trust)
 
@@ -164,7 +170,7 @@ def _choose(
     if not asked and 0 < half_s < sections["evaluator"].eval_period_s:
         chosen["eval_period_s"] = presets.Choice(half_s, "half of --max-minutes: one in any run")
         sections = merged(sections, {"eval_period_s": half_s})
-    if given.get("resume"):
+    if given.get("resume", AUTO) != AUTO:
         _check_resumable(changed)
         sections = merged(sections, {"run_dir": given["resume"]})
     return sections, chosen
@@ -199,11 +205,26 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _settings_file(config: str, resume: str) -> str:
-    """Where settings come from besides flags and preset; "": nowhere."""
-    if not resume:
+def _what_goes_on(given: dict[str, Any], part: Part) -> str:
+    """The run to resume, "" or AUTO: then nothing can go on, and the run is started."""
+    resume = str(given.get("resume", ""))
+    if resume != AUTO:
+        return resume
+    if not given.get("run_dir"):
+        raise ConfigError(f"--resume {AUTO} needs --run-dir: the run that goes on, or is started")
+    from zapex.checkpoints import file as checkpoint
+
+    run_dir = Path(given["run_dir"])
+    if part.learns and (run_dir / "config.toml").is_file() and checkpoint.latest(run_dir):
+        given["resume"] = given.pop("run_dir")
+    return str(given["resume"])
+
+
+def _settings_file(config: str, resume: str, either: bool) -> str:
+    """Where settings come from besides flags and preset; "": nowhere. either: --resume auto."""
+    if resume in ("", AUTO):
         return config
-    if config:
+    if config and not either:
         raise ConfigError("--resume brings its own settings: leave --config out")
     return str(run_directory(resume) / "config.toml")
 
@@ -251,16 +272,23 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     """The settings with a run directory, once this machine has what its part needs."""
     from zapex.config import places
     from zapex.config.presets import explain
-    from zapex.run import preflight
+    from zapex.run import directory, preflight
     from zapex.watch import visdom
     from zapex.watch.terminal import print_table
 
     config = run.config
-    if config.run.resume:
+    if config.run.resume == AUTO:
+        # What a former start has left there can go on with nothing.
+        moved = directory.set_aside(Path(config.run.run_dir))
+        if moved is not None:
+            print(f"{config.run.run_dir} has nothing to resume from: it is {moved} now", flush=True)
+        config = config.replace(resume="")
+        _check_writable(Path(config.run.run_dir))
+    elif config.run.resume:
         _check_checkpoint(Path(config.run.resume), run)
     else:
-        directory = _new_run_directory(config, "" if part.learns else part.name)
-        config = config.replace(run_dir=str(directory))
+        new = _new_run_directory(config, "" if part.learns else part.name)
+        config = config.replace(run_dir=str(new))
     if part.learns and config.run.track and find_spec("wandb") is None:
         raise ConfigError('--track needs wandb: pip install "zapex[wandb]"')
     if part.learns and config.run.visdom:

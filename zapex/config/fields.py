@@ -76,6 +76,11 @@ def _type_problem(value: Any, kind: Any) -> str | None:
 class SettingsGroup:
     """Types and ranges are checked here, once for all sections."""
 
+    @staticmethod
+    def said(name: str) -> str:
+        """A field's name in messages."""
+        return flag_of(name)
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for spec in dataclasses.fields(self):
@@ -90,7 +95,7 @@ class SettingsGroup:
                 elif high is not None and value > high:
                     problem = f"at most {high:,}"
             if problem is not None:
-                raise ConfigError(f"{flag_of(spec.name)} must be {problem}, got {value!r}")
+                raise ConfigError(f"{self.said(spec.name)} must be {problem}, got {value!r}")
             if hints[spec.name] is float:  # 1 and 1.0 are one setting, also in JSON
                 object.__setattr__(self, spec.name, float(value))
 

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self
 
 from zapex.chunks.sizes import chunk_length, slots_needed
+from zapex.config import clusters
 from zapex.config.fields import SettingsGroup, bounded, parse_count, toml_value
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
@@ -175,7 +176,7 @@ class RunConfig(SettingsGroup):
     run_dir: str = bounded("", invocation=True)
     """Directory of the run; empty: runs/{env}__{exp}__{seed}__{time}."""
     resume: str = bounded("", invocation=True)
-    """Run directory to continue."""
+    """Run directory to continue. auto: that of --run-dir if it has a checkpoint; else start it."""
     max_frames: int = bounded(0, low=0, local=True)
     """Stop after this many environment frames; 0: no limit."""
     max_minutes: float = bounded(0.0, low=0.0, local=True)
@@ -369,11 +370,14 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an unknown table or key, with the nearest name.
     """
     flat: dict[str, Any] = {}
+    clusters.check(tables)
     for section, table in tables.items():
+        if section in clusters.TABLES:
+            continue  # they place a run's hosts, and are no settings of the run
         if section not in SECTIONS or not isinstance(table, Mapping):
             raise ConfigError(
                 f"a config file has the tables {', '.join(SECTIONS)}; got {section!r}"
-                f"{did_you_mean(section, SECTIONS)}"
+                f"{did_you_mean(section, [*SECTIONS, *clusters.TABLES])}"
             )
         for key, value in table.items():
             home = _section_of(key)

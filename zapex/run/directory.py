@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,20 @@ def opened(run: Run) -> Iterator[tuple[Run, dict[str, float]]]:
         if base:
             print(_where(run, base))
         yield replace(run, steps_before=int(base.get("steps", 0))), base
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Give a directory that cannot go on another name: DIR.1, DIR.2, ...; None: there is none.
+
+    Raises ConfigError if another process trains in it.
+    """
+    if not run_dir.exists():
+        return None
+    with _held(run_dir):
+        names = (run_dir.with_name(f"{run_dir.name}.{n}") for n in itertools.count(1))
+        moved = next(path for path in names if not path.exists())
+        os.rename(run_dir, moved)
+    return moved
 
 
 @contextlib.contextmanager

@@ -1,0 +1,74 @@
+"""`--resume auto`: one command line that starts a run, or goes on with it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zapex.agent.architecture import state_shapes
+from zapex.checkpoints import file as checkpoint
+from zapex.cli import main as cli
+from zapex.config.settings import Config
+from zapex.run import train
+
+RUN = ["--run-dir", "run", "--resume", "auto"]
+CARTPOLE = {
+    "env_id": "CartPole-v1", "observation_shape": [4], "observation_dtype": "float32",
+    "num_actions": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The settings of each run that is started, in a directory of its own."""
+    started: list[Config] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "train", lambda config, spec: started.append(config) or 0)
+    Path("run.toml").write_text('[env]\nenv = "CartPole-v1"\n[run]\npreset = "smoke"\nseed = 7\n')
+    return started
+
+
+def zapex_train(*more: str) -> None:
+    assert cli.main(["train", "--config", "run.toml", *RUN, "--plain", *more]) == 0
+
+
+def test_a_run_that_is_not_there_is_started(configs: list[Config]) -> None:
+    zapex_train()
+    (config,) = configs
+    assert (config.run.resume, config.run.run_dir, config.run.seed) == ("", "run", 7)
+
+
+def test_a_run_with_a_checkpoint_goes_on_with_its_own_settings(configs: list[Config]) -> None:
+    zapex_train("--hidden", "8", "--seed", "3")
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(configs.pop().to_toml())
+    state = {"schema": CARTPOLE, "counters": {}, "params_version": 1, "totals": {}}
+    shapes = state_shapes((4,), np.float32, 2, 8)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    checkpoint.save(Path("run/checkpoints"), checkpoint.step_name(5), tensors, state)
+    zapex_train()
+    (config,) = configs
+    assert (config.run.resume, config.run.run_dir) == ("run", "run")
+    assert (config.run.seed, config.learner.hidden) == (3, 8)
+
+
+def test_what_cannot_go_on_is_renamed_and_nothing_is_deleted(
+    configs: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n in (1, 2):
+        Path("run").mkdir()
+        Path("run/notes.txt").write_text(str(n))
+        zapex_train()
+        assert f"run has nothing to resume from: it is run.{n} now" in capsys.readouterr().out
+        assert Path(f"run.{n}/notes.txt").read_text() == str(n)
+    assert [config.run.resume for config in configs] == ["", ""]
+
+
+def test_it_needs_the_runs_directory_and_only_the_learner_has_another_run_to_resume(
+    configs: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "CartPole-v1", "--resume", "auto"]) == 2
+    assert "--resume auto needs --run-dir" in capsys.readouterr().err
+    assert cli.main(["actor", "--env", "CartPole-v1", "--resume", "run"]) == 2
+    assert "takes only --resume auto" in capsys.readouterr().err
+    assert configs == []

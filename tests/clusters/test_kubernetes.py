@@ -1,0 +1,217 @@
+"""Kubernetes without a cluster: objects against schemas of the API, kubectl's answers in words."""
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.support.parts import VARIABLES, free_port
+from zapex.clusters import kubernetes as adapter
+from zapex.clusters.kubernetes import VERSIONS, Kubernetes
+from zapex.clusters.launched import Launched, launch, make_directory
+from zapex.clusters.placement import place
+from zapex.errors import ConfigError
+
+RUN = '[env]\nenv = "CartPole-v1"\n[run]\npreset = "smoke"\n[kubernetes]\nimage = "zapex:1"\n'
+TABLES = {
+    "plain": "",
+    "learner beside the replay": "with_learner = true\nlearner = { gpus = 1 }\n",
+    "all settings": 'port = 7800\nnamespace = "rl"\nstorage_class = "fast"\nstorage_gb = 3\n'
+    "learner = { gpus = 2 }\nactor = { hosts = 5, cores = 9, memory_gb = 12 }\n",
+}
+
+
+def made(table: str = "") -> Kubernetes:
+    return Kubernetes(place("kubernetes", "n", Path("/nowhere"), RUN + table))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_object_is_as_the_api_wants_it(table: str, version: str) -> None:
+    objects = made(table).objects(None)
+    assert {one["kind"] for one in objects} >= {"Secret", "Service", "StatefulSet", "Job"}
+    for one in objects:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_a_dry_run_notices_an_object_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_TAKEN_AWAY", {"typ": "DisruptionTarget"})
+    with pytest.raises(ConfigError, match=r"\[kubernetes\] Job zapex-n-learner is not of API 1"):
+        made().text()
+
+
+def pods(table: str = "") -> dict[str, Any]:
+    """The pod of each role."""
+    return {
+        one["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"]["spec"]
+        for one in made(table).objects(None)
+        if one["kind"] in ("StatefulSet", "Job")
+    }
+
+
+def test_no_pod_is_root_and_each_has_its_own_key_limits_and_probes() -> None:
+    found = pods(TABLES["all settings"])
+    for role, pod in found.items():
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        for one in (*pod["initContainers"], *pod["containers"]):
+            assert not one["securityContext"]["allowPrivilegeEscalation"]
+            assert one["resources"]["limits"]["memory"]
+        (container,) = pod["containers"]
+        assert f"/runs/{role}-$INDEX" in container["livenessProbe"]["exec"]["command"][-1]
+        secrets = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
+        assert secrets == [f"zapex-n-{role}-keys"]
+    assert found["learner"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    asked = found["replay"]["containers"][0]["readinessProbe"]["exec"]["command"][-1]
+    assert "--replay tcp://127.0.0.1:7800" in asked
+
+
+class Kubectl:
+    """Stands in for kubectl: notes what it is given, and answers from a table."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[str, ...], str]] = []
+        self.items: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+
+    def __call__(self, *words: str, given: str = "", wait_s: float = 0) -> str:
+        self.calls.append((words, given))
+        items = self.events if "events" in words else self.items
+        return json.dumps({"items": items}) if words[1] == "get" else "log"
+
+
+@pytest.fixture
+def kubectl(monkeypatch: pytest.MonkeyPatch) -> Kubectl:
+    made = Kubectl()
+    monkeypatch.setattr(adapter, "tool", made)
+    return made
+
+
+def test_keys_go_through_a_pipe_and_each_secret_has_one_role(
+    kubectl: Kubectl, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    run = launch(path, "kubernetes", name="n", directory=tmp_path / "launch")
+    ((words, given),) = kubectl.calls
+    assert words[:3] == ("kubectl", "create", "--filename=-")
+    objects = json.loads(given)["items"]
+    keys = tmp_path / "launch" / "keys"
+    relay = json.loads((keys / "relay.key").read_text())["secret"]
+    assert not any(relay in word for word in words)
+    secrets = [one for one in objects if one["kind"] == "Secret"]
+    holders = [
+        one["metadata"]["name"]
+        for one in secrets
+        if any(relay in base64.b64decode(text).decode() for text in one["data"].values())
+    ]
+    assert holders == ["zapex-n-actor-keys"]
+    assert not any(relay in json.dumps(one) for one in objects if one["kind"] != "Secret")
+    again = Launched.find(tmp_path / "launch")
+    again.stop(5)
+    assert [words[1] for words, _ in kubectl.calls] == ["create", "delete", "delete"]
+    assert "job/zapex-n-learner" in kubectl.calls[1][0]
+    assert run.log("actor") == "log"
+
+
+def an_object(kind: str, role: str, **more: Any) -> dict[str, Any]:
+    metadata = {"labels": {"app.kubernetes.io/component": role}}
+    metadata["creationTimestamp"] = more.pop("made", "2026-01-01T00:00:00Z")
+    return {"kind": kind, "metadata": metadata, "spec": {}, **more}
+
+
+def test_what_kubernetes_says_of_a_pod_that_waits_is_passed_on(kubectl: Kubectl) -> None:
+    unscheduled = {
+        "type": "PodScheduled", "status": "False", "message": "0/3 nodes: 3 Insufficient cpu."
+    }  # fmt: skip
+    pull = {"reason": "ImagePullBackOff", "message": "not found"}
+    kubectl.items = [
+        an_object("Pod", "replay", status={"phase": "Pending", "conditions": [unscheduled]}),
+        an_object("Pod", "learner", status={"phase": "Failed"}),
+        an_object(
+            "Pod", "learner", made="2026-01-02T00:00:00Z",
+            status={"phase": "Pending", "containerStatuses": [{"state": {"waiting": pull}}]},
+        ),
+        an_object("Job", "actor"),
+    ]  # fmt: skip
+    kubectl.events = [{"message": "pods is forbidden: exceeded quota: cpu"}]
+    states = {host.role: host for host in made().states({})}
+    assert states["replay"].why == "0/3 nodes: 3 Insufficient cpu."
+    assert (states["learner"].state, states["learner"].why) == (
+        "pending", "ImagePullBackOff: not found"
+    )  # fmt: skip
+    assert states["actor"].why == "pods is forbidden: exceeded quota: cpu"
+    kubectl.items = []
+    assert made().states({}) == []
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(300)
+def test_the_containers_own_command_runs_here_answers_its_probe_and_ends_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    """The init container's script and the container's command, with the paths of this machine."""
+    placement = place(
+        "kubernetes", "n", tmp_path / "launch", RUN + f"port = {free_port()}\n"
+    )  # fmt: skip
+    make_directory(placement)
+    kubernetes = Kubernetes(placement)
+    for name in ("zapex", "keys", "settings", "runs"):
+        (tmp_path / name).mkdir()
+    for one in kubernetes.objects(placement.directory / "keys"):
+        where = {"zapex-n-settings": "settings", "zapex-n-replay-keys": "keys"}
+        name = where.get(one["metadata"]["name"])
+        for file, text in one.get("data", {}).items():
+            content = base64.b64decode(text) if name == "keys" else text.encode()
+            if name:
+                (tmp_path / name / file).write_bytes(content)
+    pod = next(
+        one["spec"]["template"]["spec"]
+        for one in kubernetes.objects(None)
+        if one["kind"] == "StatefulSet"
+    )
+
+    def here(word: str) -> str:
+        word = re.sub(r"(?<![\w/])/(?=(zapex|keys|settings|runs)/)", f"{tmp_path}/", word)
+        return word.replace("$(INDEX)", "0")
+
+    facts = tmp_path / "settings" / "launch.json"
+    facts.write_text(facts.read_text().replace('"/runs"', json.dumps(str(tmp_path / "runs"))))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where `python` is
+    env = {**os.environ, **VARIABLES, "INDEX": "0", "PATH": path}
+    first = [here(word) for word in pod["initContainers"][0]["command"]]
+    subprocess.run(first, check=True, env=env, timeout=60)
+    key = tmp_path / "zapex" / "home" / "keys" / "replay.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    container = pod["containers"][0]
+    probe = [here(word) for word in container["readinessProbe"]["exec"]["command"]]
+    output = tmp_path / "output.txt"
+    with output.open("wb") as file:
+        host = subprocess.Popen(
+            [here(word) for word in container["command"]], stdout=file, stderr=file, env=env
+        )
+    try:
+        assert subprocess.run(probe, env=env, check=False, timeout=60).returncode == 1
+        deadline_s = time.monotonic() + 120
+        while subprocess.run(probe, env=env, check=False, timeout=60).returncode:
+            assert time.monotonic() < deadline_s, output.read_text()
+            assert host.poll() is None, output.read_text()
+            time.sleep(0.5)
+        while "listening at" not in output.read_text():  # what the command says is passed on
+            assert time.monotonic() < deadline_s, output.read_text()
+            time.sleep(0.1)
+        host.send_signal(signal.SIGTERM)
+        assert host.wait(90) == 128 + signal.SIGTERM  # so that a Job makes another pod
+        assert subprocess.run(probe, env=env, check=False, timeout=60).returncode == 1
+    finally:
+        host.kill()
+        host.wait(10)

@@ -1,0 +1,137 @@
+"""The tables [slurm], [kubernetes] and [ray]: the hosts of a run, and what each of them needs."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zapex.config.fields import SettingsGroup, bounded
+from zapex.config.words import did_you_mean
+from zapex.errors import ConfigError
+
+
+class _Table(SettingsGroup):
+    @staticmethod
+    def said(name: str) -> str:  # these are no flags
+        return name
+
+
+@dataclass(frozen=True)
+class HostTable(_Table):
+    """What one host of a role needs."""
+
+    cores: int = bounded(2, low=1)
+    """Cores of the host."""
+    memory_gb: int = bounded(0, low=0)
+    """Memory in GiB; 0: what the settings need."""
+    gpus: int = bounded(0, low=0)
+    """GPUs of the host."""
+    options: str = ""
+    """More options of sbatch for this role's job, such as "--partition=gpu"."""
+
+
+@dataclass(frozen=True)
+class ActorTable(HostTable):
+    """The actor hosts."""
+
+    hosts: int = bounded(1, low=1, high=10_000)
+    """How many hosts."""
+    actors: int = bounded(0, low=0)
+    """Actors of a host; 0: one a core, less one core for the relay."""
+
+
+@dataclass(frozen=True)
+class ClusterTable(_Table):
+    """What every scheduler is told."""
+
+    replay: HostTable = field(default_factory=HostTable)
+    learner: HostTable = field(default_factory=HostTable)
+    actor: ActorTable = field(default_factory=ActorTable)
+    with_learner: bool = False
+    """Put the learner on the replay's host, which then has the learner's needs."""
+    port: int = bounded(0, low=0, high=65_535)
+    """The replay's port; 0: one that is free."""
+
+
+@dataclass(frozen=True)
+class SlurmTable(ClusterTable):
+    """Jobs of SLURM."""
+
+    minutes: int = bounded(0, low=0)
+    """The time limit of each job; 0: the partition's."""
+    signal_s: int = bounded(120, low=10, high=3600)
+    """So long before the time limit a job saves, and asks to be started again."""
+    options: str = ""
+    """More options of sbatch for all jobs, such as "--account=a --partition=p"."""
+    setup: str = ""
+    """Shell lines that each job runs first, such as "module load python"."""
+
+
+@dataclass(frozen=True)
+class KubernetesTable(ClusterTable):
+    """Objects of Kubernetes."""
+
+    image: str = "zapex"
+    """The container image; `Containerfile` makes it."""
+    namespace: str = "default"
+    """The namespace of all objects."""
+    storage_gb: int = bounded(10, low=1)
+    """Size of the volume with the learner's run directory, in GiB."""
+    storage_class: str = ""
+    """Its storage class; empty: the cluster's default."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """The name of a GPU."""
+
+
+@dataclass(frozen=True)
+class RayTable(ClusterTable):
+    """Placement groups of Ray."""
+
+    address: str = "auto"
+    """Of the Ray cluster."""
+    wait_s: int = bounded(120, low=1)
+    """How long replay and learner may wait for a place, in seconds."""
+    most_hosts: int = bounded(0, low=0, high=10_000)
+    """Actor hosts follow the cluster's size up to this number; 0: as many as `hosts`."""
+
+
+TABLES: dict[str, type[ClusterTable]] = {
+    "slurm": SlurmTable,
+    "kubernetes": KubernetesTable,
+    "ray": RayTable,
+}
+"""Name of a scheduler -> its table in a settings file."""
+
+
+def read(tables: Mapping[str, Any], on: str) -> Any:
+    """The table of the scheduler `on`, with defaults for what it leaves out.
+
+    Raises ConfigError: an unknown scheduler or name (with the nearest one), or a bad value.
+    """
+    if on not in TABLES:
+        raise ConfigError(f"--on must be one of {', '.join(TABLES)}, got {on!r}")
+    return _made(TABLES[on], tables.get(on, {}), f"[{on}]")
+
+
+def check(tables: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a mistake in any scheduler's table."""
+    for on in TABLES.keys() & tables.keys():
+        read(tables, on)
+
+
+def _made(kind: type[Any], table: Any, where: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table, got {table!r}")
+    hints, values = typing.get_type_hints(kind), {}
+    names = [spec.name for spec in dataclasses.fields(kind)]
+    for name, value in table.items():
+        if name not in names:
+            near = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+            raise ConfigError(f"{where} has no setting {name!r}{near}")
+        inner = dataclasses.is_dataclass(hints[name])
+        values[name] = _made(hints[name], value, f"{where} {name}") if inner else value
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from None
