@@ -1,0 +1,193 @@
+"""A long link in user space: a TCP relay with delay, a line rate, losses, and compression.
+
+    python -m benchmarks.transport.long_link TARGET_PORT
+
+It prints its port, then reads one link a line as JSON, and answers what has passed since the line
+before. All connections of a direction share its line rate, in turns of at most 64 KiB.
+
+What is not modelled: TCP's window on the long way. Its ends are here, so a connection has what the
+line gives at once; and a loss costs one round trip (TCP sends again), but no smaller window after
+it.
+"""
+
+import asyncio
+import json
+import random
+import select
+import selectors
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from benchmarks.support.machine import ROOT
+
+_TURN = 1 << 16
+_PACKET = 1448
+_QUEUE_S = 0.02  # of the line's rate; beyond that its sender waits
+_UNLIMITED_BYTES = 4 << 20  # under way at a time, where the rate is not limited
+_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A link. rtt_ms: of both directions together. mbit: of each; 0: no limit. loss: of a packet.
+
+    compressed: as in a tunnel that compresses each connection's stream (zlib, level 1), as ssh -C.
+    """
+
+    rtt_ms: float = 0.0
+    mbit: float = 0.0
+    loss: float = 0.0
+    compressed: bool = False
+
+    def __str__(self) -> str:
+        rate = f"{self.mbit:g} Mbit/s" if self.mbit else "no limit"
+        more = (", compressed" if self.compressed else "") + (
+            f", loss {self.loss:.2%}" if self.loss else ""
+        )
+        return f"{self.rtt_ms:g} ms, {rate}{more}"
+
+
+class _Direction:
+    """What all connections share in one direction."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self.passed = self.on_the_line = 0
+        self.turn = asyncio.Lock()
+
+    async def take_turn(self, nbytes: int, line: Line) -> float:
+        """Wait for the line, and put bytes on it. Returns when they are at its end."""
+        async with self.turn:
+            while (wait_s := self.free_at - time.monotonic() - _QUEUE_S) > 0:
+                await asyncio.sleep(wait_s)
+            now_s = time.monotonic()
+            if line.mbit:
+                self.free_at = max(now_s, self.free_at) + nbytes * 8e-6 / line.mbit
+            else:
+                self.free_at = now_s
+            self.on_the_line += nbytes
+        late_s = 0.0
+        if line.loss and random.random() > (1 - line.loss) ** (1 + nbytes // _PACKET):
+            late_s = line.rtt_ms / 1e3
+        return self.free_at + line.rtt_ms / 2e3 + late_s
+
+
+class _Relay:
+    def __init__(self, target: int) -> None:
+        self.line, self._target = Line(), target
+        self.directions = (_Direction(), _Direction())
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Both directions of one connection, until either ends."""
+        try:
+            there = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.close()
+            return
+        up, down = self.directions
+        tasks = [
+            asyncio.create_task(self._pump(reader, there[1], up)),
+            asyncio.create_task(self._pump(there[0], writer, down)),
+        ]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        for end in (writer, there[1]):
+            end.close()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction
+    ) -> None:
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_UNLIMITED_BYTES // _TURN)
+        delivery = asyncio.create_task(self._deliver(under_way, writer))
+        packer = zlib.compressobj(1)
+        due_s = 0.0
+        try:
+            while data := await reader.read(_TURN):
+                line, nbytes = self.line, len(data)
+                if line.compressed:
+                    packed = packer.compress(data) + packer.flush(zlib.Z_SYNC_FLUSH)
+                    nbytes = min(nbytes, len(packed))
+                direction.passed += len(data)
+                # TCP delivers in order: what follows a loss waits for it.
+                due_s = max(due_s, await direction.take_turn(nbytes, line))
+                await under_way.put((due_s, data))
+        except OSError:
+            pass
+        finally:
+            delivery.cancel()
+
+    @staticmethod
+    async def _deliver(
+        under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
+    ) -> None:
+        while True:
+            due_s, data = await under_way.get()
+            if (wait_s := due_s - time.monotonic()) > 0:
+                await asyncio.sleep(wait_s)
+            writer.write(data)
+            await writer.drain()
+
+    def counts(self) -> dict[str, int]:
+        """Bytes since the last call: as they are, and as they were on the line."""
+        found = {}
+        for name, one in zip(("up", "down"), self.directions, strict=True):
+            found |= {name: one.passed, f"{name}_on_the_line": one.on_the_line}
+            one.passed = one.on_the_line = 0
+        return found
+
+
+async def _serve(target: int) -> None:
+    relay = _Relay(target)
+    server = await asyncio.start_server(relay.connected, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    orders = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
+    )
+    while order := await orders.readline():  # its parent's end closes the pipe
+        relay.line = Line(**json.loads(order))
+        print(json.dumps(relay.counts()), flush=True)
+
+
+class LongLink:
+    """A relay in a process of its own, to 127.0.0.1:`target`. `port`: where it listens."""
+
+    def __init__(self, target: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.transport.long_link", str(target)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        self.port = int(self._line())
+
+    def set(self, line: Line) -> dict[str, int]:
+        """Make it this line. Returns the bytes since the last call, by direction."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(line)) + "\n")
+        self._process.stdin.flush()
+        found: dict[str, int] = json.loads(self._line())
+        return found
+
+    def _line(self) -> str:
+        out: Any = self._process.stdout
+        if not select.select([out], [], [], _DEADLINE_S)[0]:
+            raise TimeoutError("the relay does not answer")
+        return str(out.readline())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate("", timeout=_DEADLINE_S)
+
+
+if __name__ == "__main__":
+    # select() waits to the microsecond, epoll to the millisecond: a fibre's delay is a tenth of it.
+    with asyncio.Runner(
+        loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
+    ) as runner:
+        runner.run(_serve(int(sys.argv[1])))
