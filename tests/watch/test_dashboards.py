@@ -217,7 +217,7 @@ def test_visdom_has_the_score_of_every_actor_the_memory_and_the_loss(tmp_path):
     assert found["transitions in memory"] == {"transitions": (steps, live)}
     assert found["Q loss"] == {"TD loss": (steps, loss)}
     scores = found["score of every actor"]
-    assert scores.keys() == {"actor 0", "actor 1", "mean of the last 100 games"}
+    assert scores.keys() == {"actor 0", "actor 1", "mean of all"}
     assert all(len(y) > 30 and max(y) > 10 for _, y in scores.values())
 
 
@@ -297,7 +297,7 @@ def test_a_long_line_is_thinned_evenly_and_keeps_its_mean(tmp_path, monkeypatch)
             line = {"kind": "metrics", "steps": float(i), "replay/live": 2.0 * i}
             file.write(json.dumps(line) + "\n")
     fake_run.record([Visdom(tmp_path, "http://localhost:1")], 5, tmp_path)
-    line = sent[0]["data"][0]
+    line = next(m for m in sent if m["win"] == "transitions in memory")["data"][0]
     assert len(line["x"]) == 512
     assert np.mean(line["x"]) == 2047.5
     np.testing.assert_array_equal(np.array(line["y"]), 2 * np.array(line["x"]))

@@ -32,7 +32,7 @@ _LINES: Final = {
     "Q loss": {"losses/td_loss": "TD loss"},
 }
 _SCORES: Final = "score of every actor"
-_MEAN: Final = "mean of the last 100 games"
+_MEAN: Final = "mean of all"
 
 
 class _Line:
@@ -84,7 +84,8 @@ class Visdom:
         self._take(steps, numbers(snapshot))
         for actor, played in by_actor(episodes, snapshot).items():
             self._line(_SCORES, f"actor {actor}").add(steps, float(played["game_return"].mean()))
-        self._hand_over([self._message(title) for title in self._windows])
+        titles = [title for title in (_SCORES, *_LINES) if title in self._windows]
+        self._hand_over([self._message(title) for title in titles])
         if self._problem is not None:
             raise self._problem
 
@@ -110,7 +111,13 @@ class Visdom:
             {"x": line.x[:], "y": line.y[:], "name": name, "type": "scatter", "mode": "lines"}
             for name, line in self._windows[title].items()
         ]
-        layout = {"title": title, "xaxis": {"title": "steps"}, "showlegend": len(data) > 1}
+        # The window has the title, and beside the lines there is no room for names.
+        layout = {
+            "xaxis": {"title": "steps"},
+            "margin": {"l": 50, "r": 15, "t": 25, "b": 40},
+            "showlegend": len(data) > 1,
+            "legend": {"orientation": "h", "y": -0.25},
+        }
         message = {"eid": self._name, "win": title, "data": data, "layout": layout}
         return {**message, "opts": {"title": title}}
 
