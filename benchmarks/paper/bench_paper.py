@@ -17,6 +17,9 @@ communication, as in the paper; all other points are predictions from there. --a
 own; a and c are also measured at 10 and 1 Gbit/s then. A point with more than 80 % load of the
 cores is `host_bound`: a row that a queueing model predicts (`modelled`) follows it.
 
+--real runs zapex's own commands on Breakout instead (a, c and e), in loopback, and takes the phases
+that their roles count.
+
 The file of --json gets a row after each point. Called again, it goes on after the last one.
 """
 
@@ -35,6 +38,8 @@ from benchmarks.paper import figures
 from benchmarks.paper.experience import record, setting_of
 from benchmarks.paper.model import Cycle, share, transfer_s
 from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Child, Pace, Point, measure
+from benchmarks.paper.real import SYSTEMS as REAL
+from benchmarks.paper.real import measure_real
 from benchmarks.paper.roles import ACTOR_COMMUNICATION, LEARNER_COMMUNICATION
 from benchmarks.support.harness import arguments
 from benchmarks.support.machine import Watch, doubts
@@ -46,6 +51,7 @@ PAPER_SHARE = 0.145
 COUNTS = (1, 2, 4, 8)
 RATES = (10.0, 1.0)
 _OVERHEAD_S = 12.0  # of a point: its processes start and end
+_REAL_PORT = 7960
 _TRIAL = Pace(actor_s=0.5, learner_s=0.3)
 
 
@@ -104,7 +110,7 @@ def run_points(
     bench: Bench, todo: list[Point], rows: list[dict[str, Any]], options: Any
 ) -> None:  # fmt: skip
     """Measure what is not in `rows` yet; each row is written as soon as it is there."""
-    known = {(r["system"], r["actors"], r["gbit"] or 0.0) for r in rows}
+    known = {(r["system"], r["actors"], r["gbit"] or 0.0) for r in rows if r["paced"]}
     todo = [point for point in todo if point.key not in known]
     pace = _pace(bench, rows, options)
     each_s = bench.seconds + bench.warm_s + _OVERHEAD_S
@@ -124,7 +130,7 @@ def run_points(
         rows.append(row)
         alone = next(
             (r for r in rows if r["system"] == point.system and r["actors"] == 1
-             and not r["modelled"] and r["gbit"] == row["gbit"]), None,
+             and r["paced"] and not r["modelled"] and r["gbit"] == row["gbit"]), None,
         )  # fmt: skip
         if alone is not None and point.actors > 1:
             predicted = modelled(row, alone)
@@ -139,9 +145,26 @@ def run_points(
         print(f"{figures.line(row)}; about {left_s / 60:.0f} min left", flush=True)
 
 
+def run_real(rows: list[dict[str, Any]], options: Any) -> None:
+    """Real runs of the systems that have commands; each row is written as soon as it is there."""
+    known = {(r["system"], r["actors"]) for r in rows if not r["paced"]}
+    todo = [(s, n) for n in options.actors for s in REAL if s in options.systems]
+    for i, (system, actors) in enumerate(point for point in todo if point not in known):
+        reason = redis_server.missing() if system == "a" else ""
+        if reason:
+            print(f"  {system}: {reason}")
+            continue
+        rows.append(measure_real(system, actors, options.seconds, _REAL_PORT + i))
+        if options.json:
+            _write(options.json, rows)
+        print(f"  {system:9}{actors} actors, real: communication "
+              f"{rows[-1]['communication_share']:.1%}", flush=True)  # fmt: skip
+
+
 def _pace(bench: Bench, rows: list[dict[str, Any]], options: Any) -> Pace:
-    if rows:  # of the run that goes on
-        paced = rows[0]["paced"]
+    before = [row["paced"] for row in rows if row["paced"]]
+    if before:  # of the run that goes on
+        paced = before[0]
         return Pace(paced["actor_ms"] / 1000, paced["learner_ms"] / 1000, paced["set_every"])
     given = options.actor_ms, options.learner_ms
     if all(given):
@@ -187,6 +210,7 @@ def _options(argv: list[str] | None) -> Any:
     parser.add_argument("--actor-ms", type=float, default=0.0, help="computation for each push")
     parser.add_argument("--learner-ms", type=float, default=0.0, help="computation for each batch")
     parser.add_argument("--calibrate", action="store_true", help="choose both; the default")
+    parser.add_argument("--real", action="store_true", help="real runs of a, c and e instead")
     parser.add_argument("--redis-url", default="", help="of a-fstack: a Redis that runs")
     parser.add_argument("--label", default="", help="of a-fstack: what that Redis is")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="PNG and tables, into it")
@@ -206,6 +230,20 @@ def main(argv: list[str] | None = None) -> int:
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text())
         print(f"{options.json} has {len(rows)} rows: going on after them")
+    if options.real:
+        run_real(rows, options)
+    else:
+        run_paced(rows, options)
+    if options.figures:
+        for path in figures.draw(rows, options.figures):
+            print(path)
+    else:
+        print(figures.table(rows))
+    return 0
+
+
+def run_paced(rows: list[dict[str, Any]], options: Any) -> None:
+    """Record chunks, choose the pace, measure all points."""
     why = can_have_namespaces()
     print(f"roles on one machine, loopback: {why}" if why else "roles in network namespaces")
     warm()
@@ -219,12 +257,6 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     print(f"{os.cpu_count()} cores; a point counts below {LOAD_LIMIT:.0%} load of them")
     run_points(bench, points_of(options, apart=not why), rows, options)
-    if options.figures:
-        for path in figures.draw(rows, options.figures):
-            print(path)
-    else:
-        print(figures.table(rows))
-    return 0
 
 
 if __name__ == "__main__":

@@ -74,6 +74,23 @@ def test_every_system_moves_the_bytes_that_it_says_at_the_pace_that_it_says(tmp_
     assert quick(tmp_path, "paper", "--systems", *SYSTEMS) == rows
 
 
+@pytest.mark.bench
+@pytest.mark.timeout(500)
+def test_a_real_run_has_the_phases_that_its_roles_count(tmp_path: Path) -> None:
+    words = "--real", "--systems", "e", "--figures", str(tmp_path / "figures")
+    (row,) = quick(tmp_path, "paper", *words)
+    assert row.keys() == KEYS
+    assert row["paced"] is None
+    assert row["machine"]["totals"]["batches"] >= 2
+    for shares in (row["actor_share"], row["learner_share"]):
+        assert shares["compute"] > 0
+        assert sum(shares.values()) == pytest.approx(1.0, abs=0.05)
+    assert 0 < row["communication_share"] < 1
+    made = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert made == {"table.md", "real.png"}
+    assert quick(tmp_path, "paper", "--real", "--systems", "e") == [row]
+
+
 def test_the_model_waits_for_those_before_it_and_never_beats_the_server() -> None:
     cycle = Cycle(compute_s=1.0, transfer_s=0.2, service_s=0.1)
     assert transfer_s(cycle, 1) == pytest.approx(0.2)
@@ -106,6 +123,7 @@ def test_a_table_has_the_papers_number_beside_the_baseline_only() -> None:
     spread = {"median": 2.0, "q25": 1.0, "q75": 3.0}
     row = {
         "system": "a", "modelled": False, "actors": 1, "gbit": None, "host_bound": False,
+        "paced": {"actor_ms": 1.0, "learner_ms": 1.0, "set_every": 8},
         "communication_share": 0.2, "bytes": {"push": 5e6, "pull": 1e6, "sample": 2e6},
         "actor_push_ms": spread, "actor_pull_ms": {}, "learner_set_ms": spread,
         "learner_sample_ms": spread, "learner_pull_experiences_per_s": 10.0, "push_hz": 1.0,
