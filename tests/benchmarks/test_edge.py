@@ -12,7 +12,7 @@ from tests.benchmarks.quick import quick
 
 
 class Echo:
-    """Sends back what it gets; or, told so by the first byte, only counts."""
+    """Sends back what it gets; or, told so by a "c", says when so many bytes have come."""
 
     def __init__(self):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -30,12 +30,15 @@ class Echo:
     @staticmethod
     def _serve(end):
         with end:
-            counts = end.recv(1) == b"c"
-            while data := end.recv(1 << 20):
-                if not counts:
+            if end.recv(1) == b"e":
+                while data := end.recv(1 << 20):
                     end.sendall(data)
-                elif data.endswith(b"!"):
-                    end.sendall(b"!")
+                return
+            left = int.from_bytes(end.recv(8, socket.MSG_WAITALL), "little")
+            end.sendall(b"?")
+            while left and (data := end.recv(1 << 20)):
+                left -= len(data)
+            end.sendall(b"!")
 
     def close(self):
         self._listener.close()
@@ -60,6 +63,12 @@ def round_trip_ms(end, data=b"x"):
     return 1e3 * (time.perf_counter() - began)
 
 
+def announce(end, nbytes):
+    """Say how many bytes will come, and wait until that is known."""
+    end.sendall(b"c" + nbytes.to_bytes(8, "little"))
+    assert end.recv(1) == b"?"
+
+
 def test_a_long_link_takes_its_round_trip_time(ends):
     link, end = ends
     end.sendall(b"e")
@@ -71,27 +80,27 @@ def test_a_long_link_takes_its_round_trip_time(ends):
 
 def test_a_long_link_has_its_rate_and_data_is_whole(ends):
     link, end = ends
-    end.sendall(b"c")
+    data = np.random.default_rng(0).bytes(4_000_000)
+    announce(end, len(data))
     link.set(Line(mbit=80))
-    data = np.random.default_rng(0).bytes(4_000_000) + b"!"
     began = time.perf_counter()
     end.sendall(data)
     assert end.recv(1) == b"!"
     seconds = time.perf_counter() - began
     assert len(data) * 8 / 80e6 - 0.05 <= seconds < 3.0  # 0.4 s
     passed = link.set(Line())
-    assert passed["up"] == len(data) + 1
+    assert passed["up"] == len(data)
     assert passed["up_on_the_line"] == passed["up"]
 
 
 def test_what_can_be_compressed_takes_less_of_the_line(ends):
     link, end = ends
-    end.sendall(b"c")
+    announce(end, 4_000_000)
     link.set(Line(mbit=8, compressed=True))
-    end.sendall(bytes(4_000_000) + b"!")  # 4 s, as it is
+    end.sendall(bytes(4_000_000))  # 4 s, as it is
     assert end.recv(1) == b"!"
     passed = link.set(Line())
-    assert passed["up"] == 4_000_002
+    assert passed["up"] == 4_000_000
     assert passed["up_on_the_line"] < 100_000
 
 
@@ -109,7 +118,7 @@ def test_a_long_link_shares_its_rate_between_connections(ends):
     end.sendall(b"e")
     link.set(Line(mbit=40))
     with socket.create_connection(("127.0.0.1", link.port)) as other:
-        other.sendall(b"c")
+        announce(other, 5_000_000)
         sender = threading.Thread(target=other.sendall, args=(bytes(5_000_000),), daemon=True)
         sender.start()
         time.sleep(0.1)
