@@ -42,7 +42,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
-SchedulerParameters=sched_min_interval=100000,bf_interval=1,batch_sched_delay=0
+SchedulerParameters=sched_min_interval=100000,sched_interval=1,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
