@@ -29,6 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ COUNTS = (1, 2, 4, 8)
 RATES = (10.0, 1.0)
 _OVERHEAD_S = 12.0  # of a point: its processes start and end
 _REAL_PORT = 7960
+_SLOW = 3  # the slowest rate needs as many times the seconds for as many pushes
 _TRIAL = Pace(actor_s=0.5, learner_s=0.3)
 
 
@@ -108,9 +110,13 @@ def modelled(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
 
 def run_points(
     bench: Bench, todo: list[Point], rows: list[dict[str, Any]], options: Any
-) -> None:  # fmt: skip
-    """Measure what is not in `rows` yet; each row is written as soon as it is there."""
+) -> list[str]:  # fmt: skip
+    """Measure what is not in `rows` yet; each row is written as soon as it is there.
+
+    Returns which points failed; they are measured when it is called again.
+    """
     known = {(r["system"], r["actors"], r["gbit"] or 0.0) for r in rows if r["paced"]}
+    failed: list[str] = []
     todo = [point for point in todo if point.key not in known]
     pace = _pace(bench, rows, options)
     each_s = bench.seconds + bench.warm_s + _OVERHEAD_S
@@ -122,7 +128,13 @@ def run_points(
             print(f"  {point.system}: {reason}")
             continue
         watch = Watch()
-        row = measure(bench, point, pace)
+        slow = _SLOW if point.gbit == min(RATES) else 1
+        try:
+            row = measure(replace(bench, seconds=slow * bench.seconds), point, pace)
+        except (RuntimeError, TimeoutError) as error:
+            failed.append(f"{point.system} with {point.actors} actors: {error}")
+            print(f"  {failed[-1]}", flush=True)
+            continue
         why_not = doubts(watch.facts, watch.report(), None) + ["quick"] * options.quick
         row["machine"] = {**watch.facts, **row["machine"], "doubts": why_not}
         if point.system == "a-fstack":
@@ -143,6 +155,7 @@ def run_points(
             _write(options.json, rows)
         left_s = (time.monotonic() - began_s) / (done + 1) * (len(todo) - done - 1)
         print(f"{figures.line(row)}; about {left_s / 60:.0f} min left", flush=True)
+    return failed
 
 
 def run_real(rows: list[dict[str, Any]], options: Any) -> None:
@@ -230,20 +243,21 @@ def main(argv: list[str] | None = None) -> int:
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text())
         print(f"{options.json} has {len(rows)} rows: going on after them")
+    failed: list[str] = []
     if options.real:
         run_real(rows, options)
     else:
-        run_paced(rows, options)
+        failed = run_paced(rows, options)
     if options.figures:
         for path in figures.draw(rows, options.figures):
             print(path)
     else:
         print(figures.table(rows))
-    return 0
+    return int(bool(failed))
 
 
-def run_paced(rows: list[dict[str, Any]], options: Any) -> None:
-    """Record chunks, choose the pace, measure all points."""
+def run_paced(rows: list[dict[str, Any]], options: Any) -> list[str]:
+    """Record chunks, choose the pace, measure all points. Returns which failed."""
     why = can_have_namespaces()
     print(f"roles on one machine, loopback: {why}" if why else "roles in network namespaces")
     warm()
@@ -256,7 +270,7 @@ def run_paced(rows: list[dict[str, Any]], options: Any) -> None:
         fstack_address="" if isinstance(fstack, str) else fstack.address or "",
     )  # fmt: skip
     print(f"{os.cpu_count()} cores; a point counts below {LOAD_LIMIT:.0%} load of them")
-    run_points(bench, points_of(options, apart=not why), rows, options)
+    return run_points(bench, points_of(options, apart=not why), rows, options)
 
 
 if __name__ == "__main__":
