@@ -21,7 +21,7 @@ def test_a_run_goes_on_when_redis_is_restarted_empty_and_a_learner_is_killed(
     with cluster_in(tmp_path, SMALL, redis_server.url) as cluster:
         actor = cluster.start("actor", "--actors", "1")
         actor.wait_to_say("there is no run")
-        learner = cluster.start("learner", "--actors", "2")
+        learner = cluster.start("learner", "--actors", "2", "--checkpoint-minutes", "0.05")
 
         def batches() -> float:
             return float(learner.snapshot()["totals"]["batches"])
@@ -40,9 +40,13 @@ def test_a_run_goes_on_when_redis_is_restarted_empty_and_a_learner_is_killed(
         live = learner.snapshot()["replay"]["live"]
         before = batches()
         learner.wait_for(lambda: batches() > before + 50, "batches after the kill")
-        assert learner.snapshot()["replay"]["live"] >= live > 0  # its memory outlived it
+        # Its memory outlived it; a full one is a chunk more or less.
+        assert learner.snapshot()["replay"]["live"] >= 0.9 * live > 0
         frames = learner.snapshot()["totals"]["frames"]
         assert frames > 0
+        # A busy machine may not let it save within the seconds of its end.
+        saved = learner.run / "checkpoints"
+        learner.wait_for(lambda: saved.is_dir() and any(saved.iterdir()), "a checkpoint")
         assert learner.ends(60, signal.SIGINT) == 0
         learner = cluster.start("learner", "--resume", str(learner.run), "--max-frames", "1")
         learner.run = cluster.parts[1].run
