@@ -87,8 +87,7 @@ def resolve(
         ConfigError: anything that cannot work, before any process starts.
     """
     kinds = (options, *SECTIONS.values())
-    plays = "actor" in part.roles
-    args, by_balance = auto.taken(args) if plays else (args, False)
+    args, by_balance = auto.taken(args) if "actor" in part.roles else (args, False)
     given = read(args, flags_of(*kinds), command, "env")
     help_wanted = [name for name in HELP.values() if given.pop(name, False)]
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
@@ -105,8 +104,6 @@ def resolve(
 
     from zapex.config import presets
     from zapex.envs import environments
-    from zapex.machine import gpu
-    from zapex.machine.resources import Machine
 
     spec = environments.check(
         given.get("env", values.get("env", EnvConfig.env)),
@@ -116,14 +113,7 @@ def resolve(
         if "max_frames" in given:
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
-    machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    learns_there = part.learns and given.get("device", values.get("device")) != "cpu"
-    acts_there = given.get("inference", values.get("inference")) == "gpu"
-    if learns_there or (acts_there and plays):
-        if machine.gpus and not help_wanted:  # torch takes seconds to answer
-            machine = replace(machine, gpu=gpu.look())
-    else:
-        machine = replace(machine, gpus=0)  # no role uses one
+    machine = _machine(part, values | given, ask=not help_wanted)
     sections, chosen = _choose(spec, machine, part, values, f"from {path}", given)
     if by_balance:
         asked = {*values, *given} - {"actors"}
@@ -139,6 +129,19 @@ def resolve(
         schema = spec.schema(config.replay.n_step, config.replay.gamma)
         presets.check_memory(config, schema, machine)
     return Resolved(config, spec, chosen, more, machine)
+
+
+def _machine(part: Part, asked: dict[str, Any], ask: bool) -> "Machine":
+    """This machine, without GPUs where no role uses one. ask: torch, which takes seconds."""
+    from zapex.machine import gpu
+    from zapex.machine.resources import Machine
+
+    machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    learns_there = part.learns and asked.get("device") != "cpu"
+    acts_there = "actor" in part.roles and asked.get("inference") == "gpu"
+    if not (learns_there or acts_there):
+        return replace(machine, gpus=0)
+    return replace(machine, gpu=gpu.look()) if machine.gpus and ask else machine
 
 
 def _choose(
