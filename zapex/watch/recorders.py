@@ -100,7 +100,7 @@ class JsonLines:
         lines.append(line)
         self._unwritten += "".join(json.dumps(x, allow_nan=False) + "\n" for x in lines).encode()
         self.close()
-        _write_json(self._run_dir / SNAPSHOT_FILE, dataclasses.asdict(snapshot))
+        _write_json(self._run_dir / SNAPSHOT_FILE, snapshot, indent=None)
 
     def close(self) -> None:
         """Write the lines that are not in the file yet."""
@@ -222,10 +222,13 @@ def _evaluation_facts(evaluation: Evaluation) -> dict[str, Any]:
     return facts | {"mean": evaluation.mean, "std": evaluation.std}
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write the file whole or not at all: readers never see half a file."""
+def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    """Write the file whole or not at all: readers never see half a file.
+
+    indent: with None, Python encodes in C.
+    """
     draft = path.with_suffix(".tmp")
-    text = json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
@@ -234,7 +237,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Replace NaN and paths, which JSON cannot express."""
+    """Replace NaN, paths and dataclasses, which JSON cannot express."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
