@@ -27,7 +27,12 @@ _WRAP = "benchmarks.support.paced_learner:paced"
 
 
 class PacedDqn:
-    """Sleeps where a DQN would compute; all else is the DQN's."""
+    """Sleeps where a DQN would compute; all else is the DQN's, but for the batches' memory.
+
+    Their images are as a GPU takes them, frame after frame.
+    """
+
+    channels_last = False
 
     def __init__(self, dqn: Any, step_s: float) -> None:
         self._dqn, self._step_s = dqn, step_s

@@ -65,6 +65,8 @@ class DQN:
         self.online = network
         self.target = network.copy()
         self.batches = 0
+        # Whether a batch's images have their channels innermost, which a CPU's kernels want.
+        self.channels_last = network.device.type == "cpu"
         self._loss = loss
         self._max_grad_norm = max_grad_norm
         self._target_period = target_period

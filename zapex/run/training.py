@@ -45,7 +45,7 @@ def plan_training(
     layout = BatchLayout(
         plan.replay.schema,
         plan.batch_size,
-        channels_last=not cuda,
+        channels_last=learns.channels_last,
         frames_apart=frames is not None,
     )
     trainer: Trainer | None = None
