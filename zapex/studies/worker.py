@@ -103,7 +103,7 @@ class Worker:
         cuda = self._device.type == "cuda"
         replay, learner = self._config.replay, self._config.learner
         schema = self._spec.schema(replay.n_step, replay.gamma)
-        layout = BatchLayout(schema, learner.batch_size, channels_last=not cuda)
+        layout = BatchLayout(schema, learner.batch_size, channels_last=dqn.channels_last)
         self._trainer = pipeline(dqn, layout, None, learner.cuda_graphs) if cuda else AtOnce(dqn)
         self._batches = [Batch.empty(layout, pin_memory=cuda) for _ in range(2)]
         rng = np.random.default_rng(0)
