@@ -121,13 +121,13 @@ class ShmActor:
 
 
 class _Learner:
-    """What all learners have."""
+    """What all learners have: two batches, because a prefetching source fills one ahead."""
 
     pulled = 0
 
     def __init__(self, setting: Setting) -> None:
-        channels_last = setting.schema.stack > 1  # as a learner on a CPU takes them
-        self.batch = Batch.empty(BatchLayout(setting.schema, setting.batch, channels_last))
+        layout = BatchLayout(setting.schema, setting.batch)  # as a learner on a GPU takes them
+        self.batch, self._following = Batch.empty(layout), Batch.empty(layout)
         self._priorities = np.random.default_rng(1).random(setting.batch, np.float32)
         self._parameters = np.zeros(setting.parameter_bytes, np.uint8)
         self._version = 0
@@ -135,6 +135,11 @@ class _Learner:
     def phases(self) -> dict[str, float]:
         """Nothing: the memory is elsewhere."""
         return {}
+
+    def take(self, samples: Any) -> None:
+        """The oldest batch that has come; the source's thread gathers the one after it."""
+        assert samples.poll(self._following, self.batch) is not None
+        self.batch, self._following = self._following, self.batch
 
     def serve(self, until_s: float) -> None:
         """Nothing: others serve the actors."""
@@ -223,14 +228,15 @@ class LinkLearner(_Learner):
     def __init__(self, setting: Setting, url: str) -> None:
         super().__init__(setting)
         self._client = NetworkClient(setting, url, OPEN, 0)
-        self._client.batch = self.batch
         for _ in range(2):
             self._client.samples.request()
 
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
-        self._client.poll()
-        self._client.samples.request()
+        samples, link = self._client.samples, self._client.learner
+        assert link.wait(samples.ready, _DEADLINE_S), link.waiting or "no batch came in time"
+        self.take(samples)
+        samples.request()
         self.pulled += len(self._priorities)
 
     @property
@@ -257,7 +263,7 @@ class ShmLearner(_Learner):
         super().__init__(setting)
         from benchmarks.transport.server import waiter
 
-        self._samples, self._wait = host.sample_source(), waiter(host, "learner")
+        self._samples, self._wait = host.sample_source(1), waiter(host, "learner")
         self._mailbox = host.mailbox()
         for _ in range(2):
             self._samples.request()
@@ -265,7 +271,7 @@ class ShmLearner(_Learner):
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
         assert self._wait(self._samples.ready, _DEADLINE_S), "no batch came in time"
-        assert self._samples.poll(self.batch) is not None
+        self.take(self._samples)
         self._samples.request()
         self.pulled += len(self._priorities)
 
