@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.relays import Accounts, Relay, serving
 from tests.support.transport_rigs import (
     BATCH,
     BETA,
+    NO_KEYS,
     OPEN,
     PARAMETER_BYTES,
     SCHEMA,
@@ -27,6 +29,7 @@ from tests.support.transport_rigs import (
     make_link,
     nothing_left_open,
     until,
+    url_of,
 )
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COMMITTED, STATE, BatchLayout
@@ -49,8 +52,31 @@ STREAMS = 2
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
 
-def port_of(url: str) -> int:
-    return int(url.rsplit(":", 1)[1])
+class Place:
+    """Where a server listens, over one transport."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind, self.url = kind, url_of(kind, directory)
+
+    def of(self, server: NetworkReplay) -> tuple[str, int]:
+        """The host and the port of a server."""
+        host, port = server.url.removeprefix("tcp://").rsplit(":", 1)
+        return host, int(port)
+
+    def again(self, server: NetworkReplay) -> str:
+        """The same place, for the next server."""
+        return f"{self.kind}://{server.url.removeprefix('tcp://')}"
+
+    def behind_a_bad_link(self, server: NetworkReplay) -> LossyLink:
+        """A link to the server that tests can break."""
+        host, port = self.of(server)
+        return LossyLink(port, target_host=host)
+
+
+@pytest.fixture(params=["tcp", "zmtp", "fstack"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """F-Stack: the library that the environment names, or the stand-in."""
+    return Place(request.param, tmp_path)
 
 
 class Killed(BaseException):
@@ -83,11 +109,11 @@ def die_at(name: str, after: bool) -> Any:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", ["write", "commit", "advance", "acknowledge"])
 def test_a_server_killed_at_any_step_of_a_commit_loses_and_doubles_nothing(
-    name: str, after: bool
+    place: Place, name: str, after: bool
 ) -> None:
     layout = layout_of(400)
     memory, accounts = Memory(layout, 1), Accounts()
-    server = accounts.watch(NetworkReplay(memory, "tcp://127.0.0.1:0"))
+    server = accounts.watch(NetworkReplay(memory, place.url))
     relay = Relay(layout, server.url)
     for _ in range(10):
         relay.make()
@@ -98,7 +124,7 @@ def test_a_server_killed_at_any_step_of_a_commit_loses_and_doubles_nothing(
     replay = memory.replay()
     for slot in np.flatnonzero(replay.store.header_rows[:, STATE] == COMMITTED).tolist():
         accounts.check(replay, slot)
-    with serving(memory, accounts, f"tcp://127.0.0.1:{port_of(relay.link.url)}") as server:
+    with serving(memory, accounts, place.again(server)) as server:
         for _ in range(5):
             relay.make()
         until(
@@ -113,13 +139,15 @@ def test_a_server_killed_at_any_step_of_a_commit_loses_and_doubles_nothing(
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("chunks", [80, pytest.param(1000, marks=pytest.mark.slow)])
-def test_relays_killed_and_links_cut_at_random_lose_and_double_nothing(chunks: int) -> None:
+def test_relays_killed_and_links_cut_at_random_lose_and_double_nothing(
+    place: Place, chunks: int
+) -> None:
     rng = np.random.default_rng(7)
     layout = layout_of(600, streams=4)
     memory, accounts = Memory(layout, 2), Accounts()
     with (
-        serving(memory, accounts, "tcp://127.0.0.1:0") as server,
-        LossyLink(port_of(server.url)) as link,
+        serving(memory, accounts, place.url) as server,
+        place.behind_a_bad_link(server) as link,
     ):
         relays = [Relay(layout, link.url, host) for host in (1, 2)]
         kills = cuts = due = 0
@@ -170,13 +198,13 @@ def test_relays_killed_and_links_cut_at_random_lose_and_double_nothing(chunks: i
 
 @pytest.mark.parametrize("fault", ["frozen", "truncated"])
 def test_a_link_that_hangs_or_tears_messages_is_left_behind_and_nothing_is_lost(
-    fault: str,
+    place: Place, fault: str
 ) -> None:
     layout = layout_of(400)
     memory, accounts = Memory(layout, 1), Accounts()
     with (
-        serving(memory, accounts, "tcp://127.0.0.1:0") as server,
-        LossyLink(port_of(server.url)) as link,
+        serving(memory, accounts, place.url) as server,
+        place.behind_a_bad_link(server) as link,
     ):
         relay = Relay(layout, link.url)
 
@@ -201,11 +229,11 @@ def test_a_link_that_hangs_or_tears_messages_is_left_behind_and_nothing_is_lost(
         relay.kill()
 
 
-def test_batches_updates_and_parameters_survive_a_server_that_comes_back() -> None:
+def test_batches_updates_and_parameters_survive_a_server_that_comes_back(place: Place) -> None:
     layout = layout_of(400)
     memory, accounts = Memory(layout, 1), Accounts()
-    server = accounts.watch(NetworkReplay(memory, "tcp://127.0.0.1:0"))
-    url = f"tcp://127.0.0.1:{port_of(server.url)}"
+    server = accounts.watch(NetworkReplay(memory, place.url))
+    url, here = server.url, place.again(server)
     relay = Relay(layout, url)
     learner = make_link(url, "learner", 2, layout)
     source, sink = ZmqSampleSource(learner, BETA), ZmqParameterSink(learner)
@@ -230,7 +258,7 @@ def test_batches_updates_and_parameters_survive_a_server_that_comes_back() -> No
     server.sink.answer(server.replay.draw(BATCH))
     server.close()
 
-    server = accounts.watch(NetworkReplay(memory, url))
+    server = accounts.watch(NetworkReplay(memory, here))
     batch = Batch.empty(BatchLayout(SCHEMA, BATCH))
     got: list[Any] = []
 
@@ -259,10 +287,10 @@ def test_batches_updates_and_parameters_survive_a_server_that_comes_back() -> No
     server.close()
 
 
-def test_hosts_come_and_go_and_a_newer_life_fences_an_older_one() -> None:
+def test_hosts_come_and_go_and_a_newer_life_fences_an_older_one(place: Place) -> None:
     layout = layout_of(600, streams=4)
     memory = Memory(layout, 2)
-    server = NetworkReplay(memory, "tcp://127.0.0.1:0")
+    server = NetworkReplay(memory, place.url)
     first, second = (Relay(layout, server.url, host) for host in (1, 2))
 
     def turn() -> None:
@@ -298,9 +326,9 @@ def test_hosts_come_and_go_and_a_newer_life_fences_an_older_one() -> None:
     server.close()
 
 
-def test_another_config_schema_or_role_is_refused_in_words() -> None:
+def test_another_config_schema_or_role_is_refused_in_words(place: Place) -> None:
     layout = layout_of(400)
-    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    server = NetworkReplay(Memory(layout, 1), place.url)
 
     def refused(link: ZmqLink, words: str) -> None:
         with pytest.raises(Refused, match=words):
@@ -311,7 +339,7 @@ def test_another_config_schema_or_role_is_refused_in_words() -> None:
     words = "gamma is 0.9 at the replay and 0.5 here, lr is None at the replay and 1 here"
     refused(make_link(server.url, "learner", 1, layout, config=other), words)
     link = ZmqLink(
-        server.url, "learner", 1, 1, form_of(layout), {}, Security(), schema_hash=77
+        server.url, "learner", 1, 1, form_of(layout), {}, NO_KEYS, schema_hash=77
     )  # fmt: skip
     OPEN.append(link)
     refused(link, f"{77:#018x}.*{layout.schema.hash:#018x}")
@@ -322,9 +350,9 @@ def test_another_config_schema_or_role_is_refused_in_words() -> None:
     server.close()
 
 
-def test_another_version_of_the_protocol_is_refused_by_either_end() -> None:
+def test_another_version_of_the_protocol_is_refused_by_either_end(place: Place) -> None:
     layout = layout_of(400)
-    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    server = NetworkReplay(Memory(layout, 1), place.url)
     link = make_link(server.url, "reader", 1, layout)
     real = message_header.HEADER.pack
 
@@ -350,16 +378,25 @@ def test_every_message_belongs_to_a_role_or_to_the_replay() -> None:
     assert set(Kind) - set.union(*MAY_SEND.values()) == from_replay | through_redis
 
 
-def test_garbage_reaches_no_handler_and_does_not_disturb() -> None:
+def test_garbage_reaches_no_handler_and_does_not_disturb(place: Place) -> None:
     layout = layout_of(400)
     memory, accounts = Memory(layout, 1), Accounts()
     rng = np.random.default_rng(11)
-    with serving(memory, accounts, "tcp://127.0.0.1:0") as server:
+    with serving(memory, accounts, place.url) as server:
         relay = Relay(layout, server.url)
-        port = port_of(server.url)
-        for _ in range(50):  # what is not ZMTP
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as s:
-                s.sendall(rng.integers(0, 256, 500).astype(np.uint8).tobytes())
+        there, pieces = place.of(server), [rng.bytes(500) for _ in range(50)]
+
+        def throw() -> None:  # F-Stack answers only while its server turns
+            for piece in pieces:  # what is not ZMTP
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(there, timeout=20) as end,
+                ):
+                    end.sendall(piece)
+
+        thrower = threading.Thread(target=throw, daemon=True)
+        thrower.start()
+        until(lambda: not thrower.is_alive(), server.turn, "what is no ZMTP")
         context = zmq.Context()
         bad = context.socket(zmq.DEALER)  # what is ZMTP and no message of ours
         bad.linger = 0
@@ -383,9 +420,9 @@ def test_garbage_reaches_no_handler_and_does_not_disturb() -> None:
         context.destroy(linger=0)
 
 
-def test_a_relay_that_ignores_its_credit_is_not_given_more_slots() -> None:
+def test_a_relay_that_ignores_its_credit_is_not_given_more_slots(place: Place) -> None:
     layout = layout_of(400)
-    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    server = NetworkReplay(Memory(layout, 1), place.url)
     relay = Relay(layout, server.url)
     until(lambda: relay.link.is_open, lambda: (server.turn(), relay.link.do_work()))
     for _ in range(30):
@@ -427,10 +464,10 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
         make_link(url, "reader", 1, layout_of(400))
 
 
-def test_an_address_that_is_taken_is_told_and_leaves_nothing_behind() -> None:
+def test_an_address_that_is_taken_is_told_and_leaves_nothing_behind(place: Place) -> None:
     memory = Memory(layout_of(400), 1)
-    server = NetworkReplay(memory, "tcp://127.0.0.1:0")
+    server = NetworkReplay(memory, place.url)
     with pytest.raises(ConfigError, match=r"--listen .* cannot be used"):
-        NetworkReplay(memory, server.url)
+        NetworkReplay(memory, place.again(server))
     gc.collect()  # would hang on a context with a socket left open
     server.close()
