@@ -109,6 +109,12 @@ class ChunkSender:
         self._leaving = [chunk for chunk, gone in leaving if not gone]
         return [chunk.slot for chunk, gone in leaving if gone]
 
+    def take_back(self) -> list[int]:
+        """Slots that are not acknowledged, in order; this sender forgets them."""
+        chunks = [chunk for queue in self._queues.values() for chunk in queue.chunks]
+        self._queues.clear()
+        return [chunk.slot for chunk in chunks]
+
     def do_work(self) -> int:
         """Send what the credit allows. Returns how many chunks."""
         done, now_s = 0, self._clock_s()

@@ -73,3 +73,19 @@ def indices_kernel(keys: Any, headers: Any, chunk: int, shard: int, indices: Any
 def slots_and_rows(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The slots and the rows in these keys."""
     return keys >> _SLOT_SHIFT & (MAX_SLOTS - 1), keys & ((1 << OFFSET_BITS) - 1)
+
+
+def with_shard(keys: NDArray[np.int64], shard: int) -> NDArray[np.int64]:
+    """The keys of a replay that is shard `shard` of several; -1 stays -1. Keys have shard 0."""
+    return np.where(keys == NO_KEY, NO_KEY, keys | shard << _SHARD_SHIFT)
+
+
+def by_shard(keys: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
+    """The rows of each shard's keys; rows of -1 are left out."""
+    shards = keys >> _SHARD_SHIFT
+    return {int(s): np.flatnonzero(shards == s) for s in np.unique(shards[keys >= 0])}
+
+
+def without_shard(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The keys as their own replay knows them."""
+    return keys & ((1 << _SHARD_SHIFT) - 1)

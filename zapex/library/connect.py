@@ -12,6 +12,7 @@ _MOST_SCHEMA_BYTES = 1 << 20  # more is no schema
 
 if TYPE_CHECKING:
     from zapex.library.handle_client import HandleClient
+    from zapex.library.sharded import ShardedClient
     from zapex.library.url_client import UrlClient
 
 
@@ -31,15 +32,29 @@ def connect(
 ) -> "UrlClient": ...
 
 
+@overload
 def connect(
-    target: Handle | str,
+    target: list[str] | tuple[str, ...],
+    *,
+    schema: Schema | str | Path,
+    timeout_s: float = 10.0,
+    prefetch: int = 0,
+    keys: str | Path = "",
+    insecure_network: bool = False,
+    shard_timeout_s: float = 2.0,
+) -> "ShardedClient": ...
+
+
+def connect(
+    target: Handle | str | list[str] | tuple[str, ...],
     *,
     schema: Schema | str | Path | None = None,
     timeout_s: float = 10.0,
     prefetch: int = 0,
     keys: str | Path = "",
     insecure_network: bool = False,
-) -> "HandleClient | UrlClient":
+    shard_timeout_s: float = 2.0,
+) -> "HandleClient | UrlClient | ShardedClient":
     """Connect to a replay that another process or host owns.
 
     The client has the methods of PrioritizedReplay that use a replay: `writer`, `extend`, `sample`,
@@ -52,16 +67,20 @@ def connect(
 
     Args:
         target: `replay.handle`, sent by a process of this host; or the URL of
-            `zapex replay --schema`, tcp://HOST:PORT or ipc:///PATH.
+            `zapex replay --schema`, tcp://HOST:PORT or ipc:///PATH; or a list of such URLs, which
+            are then used as one replay. All clients need the same list in the same order.
         schema: for a URL: the Schema, or the JSON file that the replay was started with.
         timeout_s: how long a call waits for an answer, in seconds.
         prefetch: for a URL: how many batches `sample` requests ahead.
         keys: for a URL: a directory of `zapex keygen` with client.key and public.json. Without keys
             only addresses of this machine are allowed.
         insecure_network: allow other addresses without keys.
+        shard_timeout_s: for a list: a replay that has said nothing for so long has no share in the
+            batches until it answers again, in seconds; 1.5 or more.
 
     Returns:
-        A HandleClient or a UrlClient. Their public methods are thread-safe.
+        A HandleClient, a UrlClient, or for a list a ShardedClient. Their public methods are
+        thread-safe.
 
     Raises:
         PeerDied: the owner is gone.
@@ -73,8 +92,11 @@ def connect(
         from zapex.library.handle_client import HandleClient
 
         return HandleClient(target, timeout_s)
-    if not isinstance(target, str):
-        raise ConfigError(f"connect needs a replay's handle or URL, got {target!r}")
+    urls = [target] if isinstance(target, str) else target
+    if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(
+            f"connect needs a replay's handle or URL, or a list of URLs, got {urls!r}"
+        )
     if schema is None:
         raise ConfigError(
             "connect(url) needs schema=, a Schema or the JSON file of `zapex replay --schema`: "
@@ -84,13 +106,20 @@ def connect(
         raise ConfigError(f"schema must be a Schema or the name of its file, got {schema!r}")
     if isinstance(schema, str | Path):
         schema = Schema.from_json(schema_text(schema, "the schema"))
+    from zapex.library.sharded import ShardedClient
     from zapex.library.url_client import UrlClient
     from zapex.net import addresses
     from zapex.net.keys import Security
 
-    addresses.parse(target, "the target of connect")
+    for url in urls:
+        addresses.parse(url, "the target of connect")
     security = Security.load(str(keys), "client", insecure_network)
-    return UrlClient(target, schema, timeout_s=timeout_s, prefetch=prefetch, security=security)
+    if isinstance(target, str):
+        return UrlClient(target, schema, timeout_s=timeout_s, prefetch=prefetch, security=security)
+    return ShardedClient(
+        urls, schema, timeout_s=timeout_s, prefetch=prefetch, security=security,
+        shard_timeout_s=shard_timeout_s,
+    )  # fmt: skip
 
 
 def schema_text(path: str | Path, what: str) -> str:

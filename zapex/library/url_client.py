@@ -7,10 +7,12 @@ started again, the client only waits.
 """
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +21,13 @@ from zapex.chunks.batch import Batch
 from zapex.chunks.keys import NO_KEY
 from zapex.chunks.layout import BatchLayout
 from zapex.chunks.schema import Schema
-from zapex.errors import ConfigError, PeerError, told
-from zapex.library.client import Answer, ReplayClient
+from zapex.errors import ConfigError, PeerError, PeerTimeout, told
+from zapex.library.client import Answer, ProcessLock, ReplayClient
 from zapex.library.interface import Extender, Rows
 from zapex.library.url_link import UrlLink, UrlSlots, form_of
 from zapex.net.keys import Security
 from zapex.replay.core import ReplayLayout
+from zapex.replay.draw import Draw
 from zapex.replay.sampling import METHODS
 from zapex.sumtree_numba import Method
 from zapex.wire.batches import BatchUnpacker
@@ -83,10 +86,11 @@ class UrlClient(ReplayClient):
         link.handlers[Kind.REPLY] = link.handlers[Kind.BATCH] = self._take_answer
         link.on_welcome.append(self._call_again)
 
-    def _open(self, actors: int = 0) -> UrlLink:
+    def _open(self, actors: int = 0, lock: ProcessLock | None = None) -> UrlLink:
         link = UrlLink(
-            self.url, self.schema, self._form, self._security, self.timeout_s, actors=actors
-        )
+            self.url, self.schema, self._form, self._security, self.timeout_s, actors=actors,
+            lock=lock,
+        )  # fmt: skip
         link.look_while_idle()
         return link
 
@@ -104,18 +108,23 @@ class UrlClient(ReplayClient):
         self._link.link.send(SMALL, call)
         return call
 
-    def _await(self, call: Call) -> Reply | BatchMessage:
+    def _await(self, call: Call, silence_s: float = math.inf) -> Reply | BatchMessage:
+        link = self._link.link
         asked_s = time.monotonic()
 
         def answered() -> bool:
             nonlocal asked_s
             if call.sequence not in self._answers and time.monotonic() - asked_s > _AGAIN_S:
                 asked_s = time.monotonic()
-                self._link.link.send(SMALL, call)
-            return call.sequence in self._answers
+                link.send(SMALL, call)
+            return call.sequence in self._answers or link.silent_s > silence_s
 
         try:
             self._link.wait(answered, "an answer")
+            if call.sequence not in self._answers:
+                raise PeerTimeout(
+                    link.waiting or f"{self.url} has said nothing for {link.silent_s:.1f} s"
+                )
             answer = self._answers.pop(call.sequence)
         finally:
             self._waiting.pop(call.sequence, None)
@@ -138,10 +147,59 @@ class UrlClient(ReplayClient):
                 if sequence not in self._answers:
                     self._link.link.send(SMALL, call)
 
+    # For a batch of several replays (sharded.py): calls whose answers are taken later.
+
+    def ask(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Call:
+        """Send a call; `answer` or `part` takes what comes. Raises the link's errors."""
+        with self._link.lock:
+            return self._send(what, rows, option, **more)
+
+    def answer(self, call: Call, silence_s: float) -> Reply:
+        """The answer to a call that asked for no batch.
+
+        Raises as other calls do, and PeerTimeout if nothing at all came for `silence_s`.
+        """
+        with self._link.lock:
+            return cast(Reply, self._await(call, silence_s))
+
+    def part(self, call: Call, batch: Batch, first: int, silence_s: float) -> Draw:
+        """Put the rows of a SAMPLE call into `batch`, from row `first` on. Raises as `answer`."""
+        with self._link.lock:
+            message: Any = self._await(call, silence_s)
+            return self._unpack(message, batch, first)
+
+    def has_come(self, call: Call) -> bool:
+        """Whether a call is answered; receives what has come."""
+        with self._link.lock:
+            self._link.link.do_work()
+            return call.sequence in self._answers
+
+    def forget(self, call: Call) -> None:
+        """Take no answer to a call."""
+        with self._link.lock:
+            self._forget(call)
+
+    def abandon_extending(self) -> None:
+        """Drop the rows of a failed `extend` that were not acknowledged."""
+        with self._extending_lock:
+            extending, self._extending = self._extending, None
+        if extending is not None:
+            extending[0].close()
+
     # The names of PrioritizedReplay.
 
+    def writer_slots(
+        self, num_envs: int, elsewhere: Callable[[ProcessLock], UrlLink] | None = None
+    ) -> UrlSlots:
+        """Slots of a new writer. elsewhere: as UrlSlots takes it."""
+        return UrlSlots(self.open_writer(), self._layout, num_envs, elsewhere)
+
+    def open_writer(self, lock: ProcessLock | None = None) -> UrlLink:
+        """A link with one actor number."""
+        return self._open(1, lock)
+
     def _writer_link(self, num_envs: int) -> UrlSlots:
-        return UrlSlots(self._open(actors=1), self._layout, num_envs)
+        return self.writer_slots(num_envs)
 
     def _take(self, rows: Rows) -> NDArray[np.int64]:
         with self._extending_lock:
@@ -188,11 +246,14 @@ class UrlClient(ReplayClient):
                 while self._ahead:
                     self._forget(self._ahead.popleft())
                 raise
-            layout = batch.layout
-            if layout not in self._unpackers:
-                self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
-            draw = self._unpackers[layout].unpack(message, batch)
+            draw = self._unpack(message, batch)
         draw.weigh(batch.weights, beta, by_memory=by_memory)
+
+    def _unpack(self, message: BatchMessage, batch: Batch, first: int = 0) -> Draw:
+        layout = batch.layout
+        if layout not in self._unpackers:
+            self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
+        return self._unpackers[layout].unpack(message, batch, first)
 
     def _forget(self, call: Call) -> None:
         self._waiting.pop(call.sequence, None)

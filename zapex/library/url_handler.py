@@ -15,7 +15,7 @@ from zapex.net.sessions import Session
 from zapex.replay.limiter import RateLimiter
 from zapex.replay.sampling import METHODS
 from zapex.wire.batches import BatchPacker, packed_bytes
-from zapex.wire.calls import Call, Reply, Request
+from zapex.wire.calls import PRESENT, Call, Reply, Request
 from zapex.wire.control import BULK, SMALL
 from zapex.wire.header import Kind, as_buffer
 
@@ -97,18 +97,27 @@ class CallHandler:
         if call.what == Request.UPDATE:
             # Copies: received arrays are read-only, and kernels are compiled for writable ones.
             a, b = replay.reprioritise(call.keys.copy(), call.priorities.copy())
+            body = self._present()
         elif call.what == Request.CAN_SAMPLE:
             a = int(replay.can_sample(call.rows) and self._is_allowed(call.rows))
+            body = self._present()
         elif call.what == Request.STATS:
             a, body = len(replay), json.dumps(replay.stats()).encode()
         elif call.what == Request.KEYS:
             body = self._keys(call.rows, call.incarnation, call.option).astype("<i8").tobytes()
         self._server.send(session, SMALL, Reply(call.sequence, 0, a, b, as_buffer(body)))
 
+    def _present(self) -> bytes:
+        """What a client of several replays shares out by."""
+        tree = self._replay.tree
+        return PRESENT.pack(tree.total, len(self._replay), tree.min_positive)
+
     def _sample(self, session: Session, call: Call) -> None:
         replay, rows = self._replay, call.rows
-        replay.demand(max(rows, replay.min_size_to_sample))
-        draw = replay.draw(rows, METHODS[call.option % len(METHODS)])
+        part, method = divmod(call.option, len(METHODS))
+        # Of a part, the client knows whether all replays together hold enough.
+        replay.demand(max(1 if part else rows, replay.min_size_to_sample))
+        draw = replay.draw(rows, METHODS[method])
         buffer = np.empty(packed_bytes(replay.layout.schema, rows), np.uint8)
         message = self._packer.pack(
             draw, epoch=self._server.roster.epoch, sequence=call.sequence, memory=buffer

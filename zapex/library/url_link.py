@@ -43,10 +43,10 @@ class UrlLink:
 
     def __init__(
         self, url: str, schema: Schema, form: Form | None, security: Security, timeout_s: float,
-        *, actors: int = 0,
+        *, actors: int = 0, lock: ProcessLock | None = None,
     ) -> None:  # fmt: skip
         """form: None only asks for `welcome`. Raises PeerTimeout, Refused, Fenced, ConfigError."""
-        self.lock = ProcessLock()
+        self.lock = lock or ProcessLock()
         self.timeout_s = timeout_s
         self.chores: list[Callable[[], object]] = []
         self._closed = False
@@ -119,12 +119,22 @@ class UrlLink:
 
 
 class UrlSlots:
-    """Private slots; their chunks are sent over a separate link when they are closed."""
+    """Private slots; their chunks are sent over a separate link when they are closed.
+
+    elsewhere: opens a link to another replay, with the lock that it is given, for what this one
+    does not take in time.
+    """
 
     shard = 0
 
-    def __init__(self, link: UrlLink, layout: ReplayLayout, streams: int) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        link: UrlLink,
+        layout: ReplayLayout,
+        streams: int,
+        elsewhere: Callable[[ProcessLock], UrlLink] | None = None,
+    ) -> None:
+        self.layout, self._elsewhere = layout, elsewhere
         self._link, self.lock = link, link.lock
         slots = 2 * streams + 4
         memory = aligned_zeros(ChunkStore.required_bytes(layout.chunk_layout, slots))
@@ -168,8 +178,27 @@ class UrlSlots:
             return bool(self._free)
 
         if not self._free:
-            self._link.wait(is_free, "room for more chunks")
+            self._wait(is_free, "room for more chunks")
         return self._free.popleft()
+
+    def _wait(self, ready: Callable[[], object], for_what: str) -> None:
+        try:
+            self._link.wait(ready, for_what)
+        except PeerTimeout:
+            if self._elsewhere is None:
+                raise
+            self._move(self._elsewhere(self.lock))
+            self._link.wait(ready, for_what)
+
+    def _move(self, link: UrlLink) -> None:
+        """Send what is not acknowledged over another link, where all of it is new."""
+        left = self._sender.take_back()
+        self._link.close()
+        self._free.extend(self._sender.take_freed())
+        self._link, self._sender = link, ChunkSender(link.link, self.store)
+        self._sequence = itertools.count()
+        link.chores.append(self._pump)
+        self.grown(np.empty(0, np.int64), np.empty(0), np.array(left, np.int64))
 
     def grown(
         self,
@@ -202,4 +231,4 @@ class UrlSlots:
             return not self._sender.unacknowledged
 
         if not arrived():
-            self._link.wait(arrived, "an acknowledgement")
+            self._wait(arrived, "an acknowledgement")

@@ -112,8 +112,8 @@ def _pack_kernel(keys: Any, mem: Any, plan: Any, packed: Any) -> int:
 
 @kernel
 def _unpack_kernel(frames: Any, column: int, tables: Any, frame_table: Any, zeros: Any,
-                   batch: Any) -> None:  # fmt: skip
-    """Copy one observation column's frames, for s and s', into the batch's memory."""
+                   batch: Any, first: int) -> None:  # fmt: skip
+    """Copy one observation column's frames, for s and s', into the batch from row `first` on."""
     copy = record_at(frame_table, column * FRAME_COPY_WORDS, FRAME_COPY)
     size, depth = copy.nbytes, copy.depth
     stack = tables.shape[2]
@@ -121,7 +121,7 @@ def _unpack_kernel(frames: Any, column: int, tables: Any, frame_table: Any, zero
         start = copy.next_obs if side else copy.obs
         for b in range(tables.shape[1]):
             at = tables[side, b, stack - depth :]
-            target = start + b * depth * size
+            target = start + (first + b) * depth * size
             if copy.innermost:
                 gather_innermost(frames, 0, at, size, depth, copy.item, zeros, batch, target)
                 continue
@@ -214,16 +214,17 @@ class BatchUnpacker:
         longest = max(c.item_bytes for c in layout.schema.obs_columns.values())
         self._zeros = np.zeros(longest, np.uint8)
 
-    def unpack(self, message: BatchMessage, batch: Batch) -> Draw:
-        """Fill `batch`, except its weights. Returns what was drawn."""
+    def unpack(self, message: BatchMessage, batch: Batch, first: int = 0) -> Draw:
+        """Fill the rows of `batch` from `first` on, except weights. Returns what was drawn."""
         columns, draw = message.columns(self._schema), message.draw
         tables = np.stack([columns["obs_frames"], columns["next_obs_frames"]])
         for c, buffer in enumerate(message.body[:-1]):
             frames = np.frombuffer(buffer, np.uint8)
-            _unpack_kernel(frames, c, tables, self._frame_table, self._zeros, batch.memory)
+            _unpack_kernel(frames, c, tables, self._frame_table, self._zeros, batch.memory, first)
+        rows = slice(first, first + message.rows)
         sections = batch.layout.sections
         for name, values in columns.items():
             if name in sections:
-                sections[name].view(batch.memory)[...] = values
-        batch.keys[:], batch.indices[:] = draw.keys, draw.indices
+                sections[name].view(batch.memory)[rows] = values
+        batch.keys[rows], batch.indices[rows] = draw.keys, draw.indices
         return draw

@@ -4,6 +4,7 @@ Every call has an answer with the same sequence: a Reply, or a batch for SAMPLE.
 waited too long sends the call again with the same sequence. It drops an answer that comes twice.
 """
 
+import struct
 from dataclasses import field
 from enum import IntEnum
 from typing import Any
@@ -42,6 +43,9 @@ class Request(IntEnum):
     GIVE_BACK = 9  # slot `rows`
 
 
+PRESENT = struct.Struct("<dqd")
+"""In the answers to UPDATE and CAN_SAMPLE: the sum of all leaves, how many transitions there are,
+and the smallest positive leaf."""
 MAX_REPLY_BYTES = max(4096, 8 * MAX_CHUNK)
 _MOST_ROWS = 4096
 
