@@ -1,7 +1,8 @@
 """Ape-X (Horgan et al. 2018): whole training runs, and a prioritized replay for loops of your own.
 
 In a shell, `zapex train --env ALE/Breakout-v5` is a run and `zapex --help` lists the commands. In
-Python, the replay (docs/library.md):
+Python, `zapex.train(zapex.TrainConfig(env="ALE/Breakout-v5"))` is one (docs/python.md). The replay
+alone (docs/library.md):
 
     import zapex
 
@@ -38,23 +39,33 @@ if TYPE_CHECKING:
     from zapex.chunks.batch import Batch
     from zapex.chunks.columns import Column
     from zapex.chunks.schema import Schema
+    from zapex.cli.from_python import TrainConfig, train
+    from zapex.cli.saved import SavedPolicy, load_policy
     from zapex.clusters.launched import launch
     from zapex.library.connect import connect
     from zapex.library.prioritized import PrioritizedReplay
     from zapex.library.writer import Writer
+    from zapex.watch.progress import Report, Result
 
 __all__ = [
-    "Batch", "Column", "PrioritizedReplay", "Schema", "Writer", "__version__", "connect", "launch",
+    "Batch", "Column", "PrioritizedReplay", "Report", "Result", "SavedPolicy", "Schema",
+    "TrainConfig", "Writer", "__version__", "connect", "launch", "load_policy", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "Batch": "chunks.batch",
     "Column": "chunks.columns",
     "PrioritizedReplay": "library.prioritized",
+    "Report": "watch.progress",
+    "Result": "watch.progress",
+    "SavedPolicy": "cli.saved",
     "Schema": "chunks.schema",
+    "TrainConfig": "cli.from_python",
     "Writer": "library.writer",
     "connect": "library.connect",
     "launch": "clusters.launched",
+    "load_policy": "cli.saved",
+    "train": "cli.from_python",
 }
 
 

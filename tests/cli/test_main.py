@@ -338,7 +338,8 @@ def blocks(language: str, page: str = "README.md") -> str:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/install.md", "docs/commands.md", "docs/many_hosts.md"]
+    "page",
+    ["README.md", "docs/install.md", "docs/commands.md", "docs/many_hosts.md", "docs/python.md"],
 )
 def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str) -> None:
     shell = re.sub(r"#.*|^redis-server .*", "", blocks("sh", page), flags=re.M)
@@ -352,7 +353,7 @@ def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str
         "--episodes",
         "--video",
     }
-    known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run"}
+    known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run", "--onnx"}
     assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
 
 

@@ -107,3 +107,14 @@ def test_every_zapex_name_of_the_migration_guide_is_there():
     assert len(called) >= 7
     for owner, name in called:
         assert hasattr({"replay": PrioritizedReplay, "writer": Writer}[owner], name), name
+
+
+def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
+    ):
+        exec(compile(block, f"docs/python.md, block {number}", "exec"), names)
+    assert re.search(r"steps, mean return [\d.]+", capsys.readouterr().out)
+    assert names["result"].steps >= 2000

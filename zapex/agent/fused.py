@@ -4,6 +4,8 @@ The plain operators write a layer's output, then read and write it again for the
 they also multiply matrices with MKL, which runs at half of oneDNN's speed on some CPUs.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,9 +37,28 @@ def packed(weight: Tensor, rows: int) -> Tensor:
     return weight
 
 
+class _Use:
+    """Whether these calls may be used at all."""
+
+    allowed = True
+
+
+_use = _Use()
+
+
+@contextlib.contextmanager
+def plain_operators() -> Iterator[None]:
+    """Within this context layers are plain operators, which other programs know too."""
+    _use.allowed = False
+    try:
+        yield
+    finally:
+        _use.allowed = True
+
+
 def _pays(weight: Tensor) -> bool:
     is_small = weight.ndim == 2 and weight.numel() < _SMALL
-    return AVAILABLE and weight.device.type == "cpu" and not is_small
+    return AVAILABLE and _use.allowed and weight.device.type == "cpu" and not is_small
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:

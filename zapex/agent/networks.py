@@ -220,6 +220,16 @@ class DuelingNetwork:
             return pixels.channels_last(tensor).to(self.dtype)
         return tensor.reshape(len(tensor), -1).to(self.dtype)
 
+    def to_plain_input(self, obs: Tensor) -> Tensor:
+        """`to_input` by operators that other programs know too."""
+        return (obs if self._is_image else obs.flatten(1)).to(self.dtype)
+
+    def detached(self) -> "DuelingNetwork":
+        """A copy of the network without gradients."""
+        twin = self.copy()
+        twin.leaves = {name: leaf.detach() for name, leaf in twin.leaves.items()}
+        return twin
+
     def __call__(self, inputs: Tensor) -> Tensor:
         """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
         leaves = self.leaves

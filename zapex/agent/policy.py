@@ -22,17 +22,17 @@ class Policy:
     """A network for the forward pass only; it does not change the caller's number of threads."""
 
     def __init__(self, network: DuelingNetwork) -> None:
-        self._network = network
+        self.network = network
 
     def load_flat(self, buffer: Any) -> None:
         """Take parameters from a buffer of float32 [n] or its bytes: `DQN.flat_parameters`."""
-        self._network.load_flat(buffer)
+        self.network.load_flat(buffer)
 
     def q_values(self, obs: np.ndarray) -> np.ndarray:
         """Q values, float32 (S, num_actions), of observations (S, *obs_shape)."""
-        self._network.pack(len(obs))
+        self.network.pack(len(obs))
         with torch.inference_mode():
-            q: np.ndarray = self._network(self._network.to_input(obs)).cpu().numpy()
+            q: np.ndarray = self.network(self.network.to_input(obs)).cpu().numpy()
         return q
 
 

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from zapex.agent.learning import DQN, memory_given_back
 from zapex.agent.networks import DuelingNetwork
 from zapex.checkpoints import file as checkpoint
+from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 
@@ -24,6 +26,14 @@ def _facts(spec: EnvironmentSpec) -> dict[str, Any]:
         "observation_shape": list(spec.observation_shape),
         "observation_dtype": spec.observation_dtype,
         "num_actions": spec.num_actions,
+    }
+
+
+def _made_with(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str, Any]:
+    """What another program needs to make the network: `zapex.load_policy` reads it."""
+    return {
+        "environment": asdict(spec),
+        "network": {name: getattr(config, name) for name in NETWORK_FIELDS},
     }
 
 
@@ -55,8 +65,10 @@ class RunCheckpoints:
         period_s: float,
         totals: Callable[[], dict[str, float]],
         report: Report,
+        config: LearnerConfig | None = None,
     ) -> None:
         self._run_dir, self._spec, self._seed, self._report = run_dir, spec, seed, report
+        self._policy = _made_with(spec, config or LearnerConfig())
         self._clock_s, self._period_s, self._totals = clock_s, period_s, totals
         self._saved_s, self._wait_s = clock_s(), period_s
         self.version = 0
@@ -70,6 +82,7 @@ class RunCheckpoints:
         totals = self._totals()
         state = {
             "schema": _facts(self._spec),
+            "policy": self._policy,
             "counters": dqn.counters(),
             "params_version": version,
             "totals": totals,
@@ -109,8 +122,10 @@ class BestNetwork:
     """
 
     def __init__(
-        self, run_dir: Path, spec: EnvironmentSpec, network: DuelingNetwork, report: Report
-    ) -> None:
+        self, run_dir: Path, spec: EnvironmentSpec, network: DuelingNetwork, report: Report,
+        config: LearnerConfig | None = None,
+    ) -> None:  # fmt: skip
+        self._policy = _made_with(spec, config or LearnerConfig())
         self._run_dir, self._spec, self._network = run_dir, spec, network
         self._report = report
         self._unwritten: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -134,6 +149,7 @@ class BestNetwork:
         """The present network, copied, and its state."""
         state = {
             "schema": _facts(self._spec),
+            "policy": self._policy,
             "params_version": version,
             "totals": totals,
             "mean_return": mean,

@@ -45,13 +45,34 @@ def network_of(
     )
 
 
+def made_with(found: checkpoint.Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig] | None:
+    """The environment and the network of a checkpoint; None: of a version that did not say.
+
+    Raises CheckpointError if they cannot be used.
+    """
+    facts = found.state.get("policy")
+    if facts is None:
+        return None
+    try:
+        return EnvironmentSpec(**facts["environment"]), LearnerConfig(**facts["network"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{found.path} does not say what its network is made from: {error}"
+        ) from error
+
+
 def load(path: Path, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
     """A policy with the online parameters of the checkpoint at `path`.
 
     Raises:
         CheckpointError: missing, damaged, or of another network than `spec` and `config` make.
     """
-    tensors = checkpoint.load(path).tensors
+    return loaded(checkpoint.load(path), spec, config)
+
+
+def loaded(found: checkpoint.Checkpoint, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
+    """The same, of a checkpoint that was read. Raises CheckpointError as `load` does."""
+    path, tensors = found.path, found.tensors
     network = network_of(spec, config, config.device, config.precision)
     for name, shape in network.shapes.items():
         array = tensors.get(f"online.{name}")

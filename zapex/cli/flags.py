@@ -22,7 +22,7 @@ T = TypeVar("T")
 Flags = Mapping[str, tuple[Any, ...]]  # field -> its types; a Literal's are its values
 
 HELP = {"-h": "help", "--help": "help", "--help-all": "help_all"}
-_ALIASES = {"env_id": "env", "learning_rate": "lr"}
+ALIASES = {"env_id": "env", "learning_rate": "lr"}
 _METAVARS = {int: "COUNT", float: "NUMBER", str: "TEXT", dict: "KEY=VALUE ..."}
 _COLUMN = 30  # where help texts begin
 
@@ -50,7 +50,7 @@ def read(args: Sequence[str], known: Flags, command: str, positional: str = "") 
         word = words.pop()
         head, equals, text = word.partition("=")
         name = head.removeprefix("--").replace("-", "_")
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         switch = name.removeprefix("no_")
         if word in HELP:
             values[HELP[word]] = True

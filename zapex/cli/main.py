@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zapex
-from zapex.cli import balance, hosts
+from zapex.cli import balance, hosts, saved
 from zapex.cli import launch as launches
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import MACHINE, check_trust, findings, prepared, resolve, run_directory
+from zapex.cli.resolve import MACHINE, findings, prepared, resolve, run_directory
+from zapex.cli.trust import check_trust
 from zapex.config.settings import Config
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
@@ -313,6 +314,7 @@ _host = hosts.command
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train on this host"),
     "eval": (_eval, "evaluate a run's saved network: zapex eval RUN"),
+    "export": (saved.command, "a run's network as ONNX: zapex export RUN --onnx FILE"),
     "replay": (partial(_host, "replay"), "one run on many hosts: keep and serve the experience"),
     "actor": (partial(_host, "actor"), "one run on many hosts: run actors on this host"),
     "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),

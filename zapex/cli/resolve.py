@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from zapex.cli import auto
 from zapex.cli.flags import HELP, flags_of, read, read_settings, show_help
+from zapex.cli.trust import check_trust
 from zapex.config.fields import flag_of
-from zapex.config.settings import FIELDS, SECTIONS, Config, EnvConfig, ReplayConfig, merged
+from zapex.config.settings import (
+    FIELDS,
+    NETWORK_FIELDS,
+    SECTIONS,
+    Config,
+    EnvConfig,
+    ReplayConfig,
+    merged,
+)
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError
 from zapex.host.parts import PARTS, Part
@@ -91,6 +100,30 @@ def resolve(
     given = read(args, flags_of(*kinds), command, "env")
     help_wanted = [name for name in HELP.values() if given.pop(name, False)]
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
+
+    def show(sections: dict[str, Any]) -> None:
+        shown = {name: getattr(sections[section], name) for name, (section, _) in FIELDS.items()}
+        show_help(
+            f"{command} [ENV]", what, vars(more) | shown, kinds,
+            () if "help_all" in help_wanted else first,
+        )  # fmt: skip
+
+    return settled(given, more, command, part, by_balance, show if help_wanted else None)
+
+
+def settled(
+    given: dict[str, Any],
+    more: Options,
+    command: str = "train",
+    part: Part = PARTS["all"],
+    by_balance: bool = False,
+    show: Callable[[dict[str, Any]], None] | None = None,
+) -> Resolved:
+    """The same, from values by name in place of words; `given` is used up.
+
+    by_balance: whether actors are as a balance found. show: takes all settings by section, instead
+    of a check whether they fit together.
+    """
     either = given.get("resume") == AUTO
     resume = _what_goes_on(given, part)
     if resume and resume != AUTO and not part.learns:
@@ -113,17 +146,13 @@ def resolve(
         if "max_frames" in given:
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
-    machine = _machine(part, values | given, ask=not help_wanted)
+    machine = _machine(part, values | given, ask=show is None)
     sections, chosen = _choose(spec, machine, part, values, f"from {path}", given)
     if by_balance:
         asked = {*values, *given} - {"actors"}
         sections = auto.balanced(sections, chosen, asked, spec, machine)
-    if help_wanted:
-        shown = {name: getattr(sections[section], name) for name, (section, _) in FIELDS.items()}
-        show_help(
-            f"{command} [ENV]", what, vars(more) | shown, kinds,
-            () if "help_all" in help_wanted else first,
-        )  # fmt: skip
+    if show is not None:
+        show(sections)
     config = Config(**sections)
     if part.holds_replay:
         schema = spec.schema(config.replay.n_step, config.replay.gamma)
@@ -179,35 +208,6 @@ def _choose(
     return sections, chosen
 
 
-def check_trust(
-    path: str, values: Mapping[str, Any], given: Mapping[str, Any], trusted: bool
-) -> None:
-    """Ask before a module is imported and run that only a file of settings names.
-
-    given: what the command line sets. Raises ConfigError if the user does not trust the file.
-    """
-    stored = [values[name] for name in ("env", "env_kwargs") if name in values.keys() - given]
-    modules = [text for text in _texts(stored) if ":" in text]
-    if trusted or not modules:
-        return
-    what = f"{path} names {', '.join(map(repr, modules))}, code of this machine that would be run"
-    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal and input(f"{what}. Run it? [y/N] ").strip().lower() in ("y", "yes"):
-        return
-    raise ConfigError(
-        f"{what}: look at it first. If you trust it, give --trust, or name it with --env"
-    )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of a settings file."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for part in [*value, *(value.values() if isinstance(value, dict) else ())]:
-            yield from _texts(part)
-
-
 def _what_goes_on(given: dict[str, Any], part: Part) -> str:
     """The run to resume, "" or AUTO: then nothing can go on, and the run is started."""
     resume = str(given.get("resume", ""))
@@ -234,7 +234,7 @@ def _settings_file(config: str, resume: str, either: bool) -> str:
 
 def _check_resumable(changed: "dict[str, Choice]") -> None:
     """Raise ConfigError if a resumed run would need another network or another directory."""
-    for name in ("env", "env_kwargs", "hidden", "channels", "run_dir"):
+    for name in ("env", "env_kwargs", *NETWORK_FIELDS, "run_dir"):
         if name in changed:
             raise ConfigError(
                 f"{flag_of(name)} cannot change in a run that goes on, got "

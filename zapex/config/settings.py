@@ -147,6 +147,10 @@ class LearnerConfig(SettingsGroup):
     """On a GPU, record a learning step once and repeat it whole."""
 
 
+NETWORK_FIELDS = ("hidden", "channels")
+"""The fields of LearnerConfig that a network is made from; a run that goes on keeps them."""
+
+
 @dataclass(frozen=True)
 class EvaluatorConfig(SettingsGroup):
     """How the policy is evaluated, apart from training."""

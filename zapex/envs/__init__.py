@@ -1,4 +1,4 @@
 """Environments: what is played, how it is stepped, and the results of games.
 
-Imports: agent, chunks, errors.
+Imports: agent, chunks, errors, machine.
 """

@@ -5,10 +5,8 @@ their streams from its EnvironmentSpec with `zapex.envs.streams.make`.
 """
 
 import difflib
-import importlib
 import os
 import re
-import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +18,9 @@ from zapex.agent.architecture import MIN_IMAGE_SIDE
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
 from zapex.envs.atari_scores import RANDOM_AND_HUMAN
+from zapex.envs.observations import Part, is_channels_last
 from zapex.errors import ConfigError, UnknownEnvironment
+from zapex.machine import named
 
 MAX_EPISODE_FRAMES = 108_000
 """30 minutes of an Atari console: the usual limit of a game in the literature."""
@@ -55,6 +55,9 @@ class EnvironmentSpec:
     frames_per_step: emulator frames a step (4 on ALE, else 1).
     describe: one line on what is played and how. notes: lines the user should read.
     references: returns to compare with: `random` and `human`, or `solved`.
+    played_shape: of the environment's own observation. parts: the keys of one that is a Dict; they
+        are flattened, one after the other.
+    first_action: the environment's number of action 0.
     """
 
     env_id: str
@@ -68,11 +71,18 @@ class EnvironmentSpec:
     describe: str
     notes: tuple[str, ...] = ()
     references: dict[str, float] = field(default_factory=dict)
+    played_shape: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    first_action: int = 0
 
     def __post_init__(self) -> None:
         # JSON has no tuples; EnvironmentSpec(**json.loads(...)) is the spec that was dumped.
         object.__setattr__(self, "observation_shape", tuple(self.observation_shape))
         object.__setattr__(self, "notes", tuple(self.notes))
+        played = tuple(self.played_shape) or self.observation_shape
+        object.__setattr__(self, "played_shape", played)
+        parts = tuple((key, tuple(shape), dtype) for key, shape, dtype in self.parts)
+        object.__setattr__(self, "parts", parts)
 
     def schema(self, n_step: int, gamma: float) -> Schema:
         """The columns of this environment's transitions."""
@@ -135,22 +145,13 @@ def find(env_id: str) -> Any:
 
 
 def _import(env_id: str, module_name: str) -> Any:
-    # The path of an installed script lacks the working directory.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        return importlib.import_module(module_name)
+        return named.module(module_name, env_id)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{env_id}: importing {module_name} failed: {error}") from error
         raise UnknownEnvironment(
             f"no environment is called {env_id!r}: there is no module {error.name!r} in "
             f"{os.getcwd()} or among the installed packages"
         ) from None
-    except Exception as error:
-        raise ConfigError(
-            f"{env_id}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _nearest(name: str, ids: list[str]) -> list[str]:
@@ -336,9 +337,6 @@ def _check_spaces(env_id: str, source: Any, kwargs: dict[str, Any], env: Any) ->
         + (f", at most {limit:,} steps an episode" if limit else ""),
         notes=tuple(notes),
         references={"solved": float(threshold)} if threshold is not None else {},
+        played_shape=observations.shape,
+        first_action=int(actions.start),
     )
-
-
-def is_channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether images of this shape are (height, width, channels), as in most of Gymnasium."""
-    return len(shape) == 3 and shape[2] in (1, 3, 4) and shape[0] > 4

@@ -27,9 +27,9 @@ from zapex.envs.environments import (
     ale_settings,
     find,
     game_of,
-    is_channels_last,
     make_one,
 )
+from zapex.envs.observations import into
 from zapex.errors import ConfigError
 
 _LOADING_S = 300.0  # every ROM, on a busy machine
@@ -316,10 +316,6 @@ class _GymStreams(Streams):
         self._film = film
         self.screens_per_s = float(metadata.get("render_fps", 30))
         self._seeds: list[int | None] | None = seeds.tolist()
-        self._first_action = int(self._envs.single_action_space.start)  # type: ignore[attr-defined]
-        self._channels_last = spec.observation_dtype == "uint8" and is_channels_last(
-            self._envs.single_observation_space.shape or ()
-        )
         self._obs = np.empty(
             (len(seeds), *spec.observation_shape), np.dtype(spec.observation_dtype)
         )
@@ -344,11 +340,9 @@ class _GymStreams(Streams):
         return self._converted(obs), self._lives
 
     def _advance(self, actions: NDArray[np.int64]) -> Advance:
-        obs, reward, terminated, truncated, _ = self._envs.step(actions + self._first_action)
+        obs, reward, terminated, truncated, _ = self._envs.step(actions + self.spec.first_action)
         return self._converted(obs), reward, terminated, truncated, self._lives
 
-    def _converted(self, obs: NDArray[Any]) -> NDArray[Any]:
-        if self._channels_last:
-            obs = np.moveaxis(obs, -1, 1)
-        self._obs[:] = obs.reshape(self._obs.shape)
+    def _converted(self, obs: Any) -> NDArray[Any]:
+        into(self.spec, obs, self._obs)
         return self._obs

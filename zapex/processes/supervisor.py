@@ -141,11 +141,14 @@ class Supervisor:
         return self._closing or self.stop_signal is not None
 
     def install_signal_handlers(self) -> None:
-        """SIGINT, SIGTERM and SIGHUP end `poll` with `stop_signal` set; main thread only.
+        """SIGINT, SIGTERM and SIGHUP end `poll` with `stop_signal` set.
 
+        In another thread than the main one nothing is installed: Python does not allow it.
         A second Ctrl-C kills the children at once and raises KeyboardInterrupt. A SIGHUP that is
         ignored (nohup) stays ignored.
         """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             former = signal.getsignal(number)
             if number == signal.SIGHUP and former == signal.SIG_IGN:

@@ -37,6 +37,7 @@ class Order:
     started_ns: int
     membership: dict[str, Any] | None = None
     wrap: str = ""
+    path: Sequence[str] = ()  # where the parent finds modules
 
     def to_json(self) -> str:
         """The order as the text of a command line."""
@@ -62,6 +63,7 @@ def main(text: str, incarnation: int) -> None:
     """Run one role until SIGTERM; `zapex.run.birth` calls it once this is a supervised child."""
     # SIGTERM keeps its default action while a role is starting: it has nothing to save.
     order = Order(**json.loads(text))
+    sys.path += [entry for entry in order.path if entry not in sys.path]  # after what is installed
     run = order.run()
     plan = run.plan
     experience = np.empty(0, np.uint8)

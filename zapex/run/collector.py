@@ -3,8 +3,9 @@
 import shlex
 import sys
 import time
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import psutil
 
@@ -19,11 +20,13 @@ from zapex.shm_transport import HostMemory
 from zapex.watch import dashboards, recorders, visdom
 from zapex.watch.curve import draw
 from zapex.watch.monitor import Monitor
-from zapex.watch.report import Evaluation, Recorder, RunFacts
+from zapex.watch.progress import Report
+from zapex.watch.report import Evaluation, Recorder, RunFacts, Snapshot
 from zapex.watch.summary import summary, summary_of_part
 from zapex.watch.terminal import LivePicture, open_view, print_lines
 
 _SAVED_BY: dict[Role, str] = {"learner": "checkpoints", "evaluator": "the best network"}
+_REPORT_S = 0.95  # between two reports to a caller; the monitor looks twice a second
 _FIRSTS = {"first_step_s": ("actor", "steps"), "first_batch_s": ("learner", "batches")}
 
 
@@ -34,24 +37,41 @@ def command_started_ns() -> int:
 
 
 @dataclass(frozen=True)
+class Caller:
+    """A program that trains by a call, and not by a command.
+
+    on_report: called about once a second; the run ends if it returns False. started_ns: when it
+    called, by `perf_counter_ns`.
+    """
+
+    on_report: Callable[[Report], object] | None = None
+    started_ns: int = field(default_factory=time.perf_counter_ns)
+
+
+@dataclass(frozen=True)
 class Ending:
     """Why a run, or this host's part of it, ends; without a reason it continues.
 
     over: a limit is reached, so the run ends on every host. again: this host must join again.
+    last: the last state, once all has ended.
     """
 
     reason: str = ""
     failed: bool = False
     over: bool = False
     again: bool = False
+    last: Snapshot | None = None
 
 
 class Collector:
     """Reads what roles report and gives it to a monitor, which it closes on an exception."""
 
-    def __init__(self, run: Run, host: HostMemory, base: dict[str, float]) -> None:
+    def __init__(
+        self, run: Run, host: HostMemory, base: dict[str, float], caller: Caller | None = None
+    ) -> None:
         self.run, self.host, self.base = run, host, base
-        self.started_ns = command_started_ns()
+        self._caller, self._report_due_s = caller, 0.0
+        self.started_ns = caller.started_ns if caller else command_started_ns()
         self.ending = Ending()
         self.deaths: list[str] = []
         self._unsaved: dict[str, int] = {}
@@ -65,7 +85,7 @@ class Collector:
             host.ring(name).consumer() if name in plan.rings else None
             for name in ("evaluations", "notices")
         )
-        view = open_view(run.config.run.plain)
+        view = open_view(run.config.run.plain or caller is not None)
         self._live = isinstance(view, LivePicture)
         written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
         settings = run.config.shared(replays=run.part.holds_replay)
@@ -120,6 +140,18 @@ class Collector:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:  # in every case the terminal is restored
             self.monitor.close()
+
+    def tick(self) -> Snapshot | None:
+        """Show, record and report if it is time. Returns the snapshot, if there was one."""
+        snapshot = self.monitor.tick()
+        caller = self._caller
+        if snapshot is None or caller is None or caller.on_report is None:
+            return snapshot
+        if snapshot.wall_s >= self._report_due_s:
+            self._report_due_s = snapshot.wall_s + _REPORT_S
+            if caller.on_report(Report.of(snapshot)) is False and not self.ending.reason:
+                self.end("on_report returned False", over=True)
+        return snapshot
 
     def collect(self) -> None:
         """Read new episodes and evaluations, and note which roles have begun to work."""
@@ -184,7 +216,7 @@ class Collector:
             where = f"{self.run.run_dir}/logs"
             self.end(f"{name} ended without a message: see {where}", failed=True)
 
-    def end(self, reason: str, **more: bool) -> None:
+    def end(self, reason: str, **more: Any) -> None:
         """The run ends. more: the other fields of an Ending."""
         self.ending = replace(self.ending, reason=reason, **more)
 
@@ -204,6 +236,7 @@ class Collector:
         reason, snapshot = self.ending.reason, self.monitor.close()
         if self._live:  # the picture had room only for their first lines
             print("".join(f"{death}\n" for death in self.deaths), end="", file=sys.stderr)
+        self.end(reason, last=snapshot)
         if any(self._unsaved.values()) or self.monitor.unwritten:
             self.end(reason, failed=True)
         try:

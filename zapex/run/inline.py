@@ -4,7 +4,7 @@ import os
 
 from zapex.chunks.batch import aligned_zeros
 from zapex.processes.supervisor import Supervisor
-from zapex.run.collector import Collector, Ending
+from zapex.run.collector import Caller, Collector, Ending
 from zapex.run.run import Clock, Run
 from zapex.run.topology import Start, make_role, totals_of
 from zapex.shm_transport import HostMemory
@@ -13,8 +13,8 @@ _ROUND_NS = 10_000_000  # time is counted in rounds
 _ROUNDS_A_LOOK = 16  # between checks of limits; a count, so that repeated runs end alike
 
 
-def run_inline(run: Run, base: dict[str, float]) -> Ending:
-    """Run all duty cycles in turn, until a limit or a signal."""
+def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -> Ending:
+    """Run all duty cycles in turn, until a limit, a signal or the caller ends it."""
     rounds = 0
     clock = Clock(lambda: rounds * _ROUND_NS)
     plan = run.plan
@@ -25,7 +25,7 @@ def run_inline(run: Run, base: dict[str, float]) -> Ending:
     names = sorted((name for name, _ in run.processes), key=lambda name: name != "learner")
     for name in names:
         host.set_incarnation(name, 1)
-    with Supervisor() as supervisor, Collector(run, host, base) as collector:
+    with Supervisor() as supervisor, Collector(run, host, base, caller) as collector:
         supervisor.install_signal_handlers()
         totals = totals_of(host, base, collector.started_ns)
         roles = [make_role(Start(name, run, host, 1, clock, totals)) for name in names]
@@ -34,7 +34,7 @@ def run_inline(run: Run, base: dict[str, float]) -> Ending:
                 role.do_work()
             rounds += 1
             collector.collect()
-            collector.monitor.tick()
+            collector.tick()
             if rounds % _ROUNDS_A_LOOK == 0:
                 now = totals()
                 collector.check_limits(now["frames"], now["wall_s"])

@@ -15,7 +15,7 @@ from zapex.machine.segment import Populator, Segment
 from zapex.processes.restarts import Died, Event, Exited, GaveUp, ProcessSpec, Started
 from zapex.processes.supervisor import Supervisor
 from zapex.run.child import Order
-from zapex.run.collector import Collector, Ending
+from zapex.run.collector import Caller, Collector, Ending
 from zapex.run.run import Run
 from zapex.run.topology import thread_environment
 from zapex.shm_transport import HostMemory
@@ -25,7 +25,7 @@ _FAREWELL_S = 10.0  # the replay waits six seconds for hosts that do not answer
 _GRACE_S = 3.5  # of the five seconds within which all ends, the curve included
 
 
-def run_processes(run: Run, base: dict[str, float]) -> Ending:
+def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None) -> Ending:
     """Start the roles, watch them, and end them within five seconds of a request."""
     plan = run.plan
     with contextlib.ExitStack() as held:
@@ -53,7 +53,7 @@ def run_processes(run: Run, base: dict[str, float]) -> Ending:
                 on_death=lambda event: host.set_incarnation(event.name, 0),
                 is_up=lambda name, pid: blocks[name].pid == pid,
             ) as supervisor,
-            Collector(run, host, base) as collector,
+            Collector(run, host, base, caller) as collector,
         ):
             supervisor.install_signal_handlers()
             try:
@@ -91,6 +91,7 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
             started_ns=collector.started_ns,
             membership=asdict(run.membership) if run.membership is not None else None,
             wrap=run.wrap,
+            path=[os.path.abspath(entry) for entry in sys.path],
         )
         yield ProcessSpec(
             name=name,
@@ -112,7 +113,7 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
             collector.end(str(populator.error), failed=True)
         collector.collect()
         collector.take_notices()
-        snapshot = collector.monitor.tick()
+        snapshot = collector.tick()
         if snapshot is not None:
             # The learner could not save a run that ended before it works.
             works = not learns or host.metrics("learner").pid

@@ -239,6 +239,7 @@ def make_learner(
         60 * config.run.checkpoint_minutes,
         start.totals,
         partial(host.metrics("learner").set, "unsaved"),
+        config.learner,
     )
     checkpoints.restore(dqn)
     newest = np.empty(host.plan.parameter_bytes, np.uint8)
@@ -290,9 +291,8 @@ def make_evaluator(start: Start) -> DutyCycle:
     config, spec = run.config, run.spec
     torch.set_num_threads(1)
     network = run.acting_network()
-    best = BestNetwork(
-        run.run_dir, spec, network, partial(host.metrics("evaluator").set, "unsaved")
-    )
+    unsaved = partial(host.metrics("evaluator").set, "unsaved")
+    best = BestNetwork(run.run_dir, spec, network, unsaved, config.learner)
     evaluations = host.ring("evaluations").producer()
 
     def report(returns: tuple[float, ...], version: int, at: dict[str, float]) -> None:

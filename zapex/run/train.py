@@ -5,18 +5,25 @@ from pathlib import Path
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.run import directory, preflight
+from zapex.run.collector import Caller, Ending
 from zapex.run.inline import run_inline
 from zapex.run.parent import run_processes
 from zapex.run.run import Run
 
 
-@preflight.limits_told()
 def train(config: Config, spec: EnvironmentSpec, wrap: str = "") -> int:
     """Run until a limit, a signal, or a role that is given up. Returns the exit code.
 
     wrap: as in Run.
     """
+    return int(ending_of(config, spec, wrap).failed)
+
+
+@preflight.limits_told()
+def ending_of(
+    config: Config, spec: EnvironmentSpec, wrap: str = "", caller: Caller | None = None
+) -> Ending:
+    """The same, for a program that trains by a call. Returns why the run ended."""
     run = Run(config, spec, Path(config.run.resume or config.run.run_dir), wrap=wrap)
     with directory.opened(run) as (run, base):
-        ending = run_inline(run, base) if config.run.inline else run_processes(run, base)
-    return int(ending.failed)
+        return (run_inline if config.run.inline else run_processes)(run, base, caller)

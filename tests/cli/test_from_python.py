@@ -1,0 +1,207 @@
+"""`zapex.train`: runs from a Python program, and from a notebook."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zapex
+from zapex.checkpoints import file as checkpoint
+from zapex.errors import CheckpointError, ConfigError
+from zapex.processes import supervisor
+
+ROOT = Path(__file__).parents[2]
+FEW: dict[str, Any] = {
+    "env": "CartPole-v1", "preset": "smoke", "inline": True, "run_dir": "run", "max_frames": 600,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*args: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(supervisor.Supervisor, "start", started)
+
+
+def test_a_run_has_a_result_and_a_policy() -> None:
+    result = zapex.train(zapex.TrainConfig(**FEW, eval_period_s=1, eval_episodes=1))
+    assert result.run_dir == Path("run")
+    assert result.steps >= 600
+    assert result.reason == "600 frames are played"
+    assert result.best_return is not None
+    assert result.last_return is not None
+    assert result.best_return >= result.last_return > 0
+    policy = zapex.load_policy("run")
+    obs = np.array([0.1, 0.0, 0.05, 0.0], np.float32)
+    assert policy(obs) == policy.q_values(obs).argmax()
+    assert policy.q_values(np.stack([obs, obs])).shape == (2, 2)
+    np.testing.assert_array_equal(policy(np.stack([obs, obs])), [policy(obs)] * 2)
+    assert policy.checkpoint == checkpoint.best(Path("run"))
+    assert zapex.load_policy("run", "latest").checkpoint == checkpoint.latest(Path("run"))
+    with pytest.raises(ConfigError, match=r"must have shape \(4,\), or \(B, 4\)"):
+        policy(obs[:3])
+
+
+def test_a_policys_file_alone_is_enough() -> None:
+    zapex.train(zapex.TrainConfig(**FEW))
+    file = checkpoint.latest(Path("run"))
+    assert file is not None
+    elsewhere = Path("elsewhere.safetensors")
+    file.rename(elsewhere)
+    obs = np.zeros(4, np.float32)
+    assert zapex.load_policy(elsewhere)(obs) in (0, 1)
+    with pytest.raises(CheckpointError, match="no checkpoint 'best'"):
+        zapex.load_policy("run")
+
+
+def test_on_report_sees_the_run_and_ends_it() -> None:
+    seen: list[zapex.Report] = []
+
+    def stop(report: zapex.Report) -> bool:
+        seen.append(report)
+        return report.steps < 100
+
+    result = zapex.train(zapex.TrainConfig(**FEW), stop, max_frames=0)
+    assert result.reason == "on_report returned False"
+    assert seen[-1].steps >= 100
+    assert seen[-1].run_dir == Path("run")
+    assert [report.steps for report in seen] == sorted(report.steps for report in seen)
+    assert checkpoint.latest(Path("run")) is not None
+
+
+def test_what_on_report_raises_ends_the_run_and_is_raised() -> None:
+    def fail(report: zapex.Report) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        zapex.train(zapex.TrainConfig(**FEW), fail)
+    fresh = zapex.TrainConfig(**FEW).replace(run_dir="again")
+    assert zapex.train(fresh).steps >= 600  # nothing of the first is left
+
+
+def test_a_run_counts_its_time_from_the_call() -> None:
+    times: list[float] = []
+    zapex.train(zapex.TrainConfig(**FEW), lambda report: times.append(report.wall_s))
+    assert times[0] < 30.0  # the process of the tests is older, or was started just now
+    assert times == sorted(times)
+
+
+def test_a_run_works_in_another_thread() -> None:
+    results: list[zapex.Result] = []
+    call = threading.Thread(target=lambda: results.append(zapex.train(zapex.TrainConfig(**FEW))))
+    call.start()
+    call.join(100.0)
+    assert results[0].steps >= 600
+
+
+def test_a_run_goes_on() -> None:
+    first = zapex.train(zapex.TrainConfig(**FEW))
+    second = zapex.train(zapex.TrainConfig(resume="run", max_frames="2k"))
+    assert second.steps >= 2000 > first.steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"learning_rte": 1}, "TrainConfig has no setting 'learning_rte'; did you mean lr"),
+        ({"num_workers": 2}, "did you mean actors?"),
+        ({"lr": -1.0}, "--lr must be more than 0.0, got -1.0"),
+        ({"lr": "fast"}, "--lr must be a finite number, got 'fast'"),
+        ({"max_frames": "10x"}, "a count must be a whole number"),
+        ({"env": "CartPol-v1"}, "did you mean CartPole-v1?"),
+        ({"env": lambda: None}, "--env must be a class or function of a module's top level"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_mistake_is_one_clear_error(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        zapex.train(zapex.TrainConfig(**{**FEW, **settings}))
+    assert says in str(caught.value)
+    assert not Path("run").exists()
+
+
+def test_something_else_than_a_train_config_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"takes a zapex\.TrainConfig, got dict"):
+        zapex.train(FEW)  # type: ignore[arg-type]
+
+
+ENV = """
+import gymnasium
+class Mine(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (3,))
+    action_space = gymnasium.spaces.Discrete(2, start=5)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.n = 0
+        return self.observation_space.sample(), {}
+    def step(self, action):
+        assert action in (5, 6)
+        self.n += 1
+        return self.observation_space.sample(), float(action == 6), self.n == 9, False, {}
+"""
+
+
+def python(
+    program: str, name: str = "", timeout_s: float = 100
+) -> "subprocess.CompletedProcess[str]":
+    """Run a script, or without a name cells of a notebook: a main module that is no file."""
+    words = [sys.executable, "-c", program]
+    if name:
+        Path(name).write_text(program)
+        words = [sys.executable, name]
+    return subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_a_class_of_a_notebook_is_played_inline_and_otherwise_told() -> None:
+    cells = ENV + (
+        "import zapex\n"
+        "few = dict(preset='smoke', max_frames=300)\n"
+        "done = zapex.train(zapex.TrainConfig(env=Mine, inline=True, run_dir='run', **few))\n"
+        "policy = zapex.load_policy(done.run_dir)\n"
+        "print('acts', policy([0, 0, 0]))\n"
+        "try: zapex.train(zapex.TrainConfig(env=Mine, **few))\n"
+        "except zapex.errors.ConfigError as error: print('told', error)\n"
+    )
+    done = python(cells)
+    assert done.returncode == 0, done.stderr
+    assert "acts 5" in done.stdout or "acts 6" in done.stdout
+    assert "told --env Mine is defined in a notebook" in done.stdout
+
+
+CALL = "import zapex\nzapex.train(zapex.TrainConfig(env=Mine, preset='smoke', max_frames=300))\n"
+
+
+def test_a_script_without_a_main_guard_is_one_clear_error_and_no_bomb() -> None:
+    done = python(ENV + CALL, "mine.py")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("zapex.errors.ConfigError: mine:Mine")
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert not Path("runs").exists()
+
+
+def test_a_script_without_a_main_guard_is_fine_where_no_process_imports_it() -> None:
+    done = python(CALL.replace("Mine,", "'CartPole-v1',"), "mine.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_with_a_main_guard_trains_on_its_own_class_from_any_directory() -> None:
+    Path("there").mkdir()
+    guarded = "if __name__ == '__main__':\n    " + CALL.replace("\n", "\n    ")
+    done = python(ENV + guarded, "there/mine.py")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "300 frames are played" in done.stdout

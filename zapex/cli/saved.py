@@ -1,0 +1,154 @@
+"""`zapex.load_policy` and `zapex export`: a run's network for other programs."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zapex.cli.flags import parse, read_settings
+from zapex.cli.resolve import run_directory
+from zapex.cli.trust import check_trust
+from zapex.config.settings import Config, LearnerConfig
+from zapex.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from zapex.agent.policy import Policy
+    from zapex.checkpoints.file import Checkpoint
+    from zapex.envs.environments import EnvironmentSpec
+
+
+class SavedPolicy:
+    """What a run has learned: `policy(obs)` is the best action, `policy.q_values(obs)` all values.
+
+    Observations are the environment's own, one or a batch. `environment` names what was played,
+    `checkpoint` is the file.
+    """
+
+    def __init__(self, policy: "Policy", spec: "EnvironmentSpec", checkpoint: Path) -> None:
+        self._policy, self._spec = policy, spec
+        self.environment, self.checkpoint = spec.env_id, checkpoint
+
+    def __call__(self, obs: Any) -> Any:
+        """The action with the largest Q value.
+
+        Args:
+            obs: one observation (of the environment's shape), or a batch (one more axis in front; a
+                dict of such arrays for a Dict).
+
+        Returns:
+            An int for one, int64 [B] for a batch; in the environment's numbers.
+
+        Raises:
+            ConfigError: the observation has another shape.
+        """
+        q = self.q_values(obs)
+        actions = q.argmax(-1) + self._spec.first_action
+        return int(actions) if q.ndim == 1 else actions.astype("int64")
+
+    def q_values(self, obs: Any) -> "NDArray[np.float32]":
+        """Q values, float32 [actions] of one observation or [B, actions] of a batch."""
+        from zapex.envs.observations import batch_of
+
+        batch, single = batch_of(self._spec, obs)
+        q = self._policy.q_values(batch)
+        return q[0] if single else q
+
+
+def load_policy(
+    run: str | Path, which: str = "best", *, trust: bool = False, device: str = "cpu"
+) -> SavedPolicy:
+    """The policy of a run, for any other program; it needs neither environment nor replay.
+
+    Args:
+        run: directory of the run, or one file of its checkpoints.
+        which: "best" (before any evaluation: the latest), "latest", or a checkpoint's name.
+        trust: whether code may be run that only the run names, as a network of your own.
+        device: "cpu", "cuda" or "auto".
+
+    Raises:
+        CheckpointError: no such checkpoint, or it is damaged.
+        ConfigError: it names code and `trust` is False, or that code cannot be imported.
+    """
+    found = _found(Path(run), which)
+    policy, spec = _policy(found, Path(run), trust, device, "auto")
+    return SavedPolicy(policy, spec, found.path)
+
+
+def _found(run: Path, which: str) -> "Checkpoint":
+    from zapex.checkpoints import file as checkpoint
+    from zapex.checkpoints import policy
+
+    if run.is_file():
+        return checkpoint.load(run)
+    return checkpoint.load(policy.find(run_directory(str(run)), which))
+
+
+def _policy(
+    found: "Checkpoint", run: Path, trust: bool, device: str, precision: str
+) -> "tuple[Policy, EnvironmentSpec]":
+    from zapex.checkpoints import policy as saved
+
+    made_with = saved.made_with(found)
+    if made_with is None:
+        made_with = _of_settings(run, trust)
+    spec, config = made_with
+    network = {name: getattr(config, name) for name in ("network",) if hasattr(config, name)}
+    check_trust(str(found.path), network, {}, trust)
+    if device not in ("cpu", "cuda", "auto"):
+        raise ConfigError(f"device must be auto, cpu or cuda, got {device!r}")
+    values: dict[str, Any] = {"device": device, "precision": precision}
+    return saved.loaded(found, spec, replace(config, **values)), spec
+
+
+def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfig]":
+    """The same from the run's settings: its checkpoints are of a version that did not say it."""
+    from zapex.envs import environments
+
+    path = str(run_directory(str(run)) / "config.toml")
+    values = read_settings(path)
+    check_trust(path, values, {}, trust)
+    config = Config().replace(**values)
+    return environments.check(config.env.env, config.env.env_kwargs), config.learner
+
+
+@dataclass(frozen=True)
+class _ExportOptions:
+    """What to write, and as what."""
+
+    run: str = ""
+    """Directory of the run."""
+    onnx: str = ""
+    """The ONNX file to write; needs pip install "zapex[onnx]"."""
+    checkpoint: str = "best"
+    """The checkpoint: best, latest, the name of one of the run's, or a file."""
+    trust: bool = False
+    """Run the module that the run names as its network."""
+
+    def __post_init__(self) -> None:
+        if not self.onnx.endswith(".onnx"):
+            raise ConfigError(f"--onnx must be a file that ends in .onnx, got {self.onnx!r}")
+        if not Path(self.onnx).parent.is_dir():
+            raise ConfigError(f"--onnx {self.onnx} lies in a directory that does not exist")
+
+
+def command(args: list[str]) -> int:
+    """`zapex export RUN --onnx FILE`: the network's float32 form, checked with onnxruntime."""
+    what = "Write a run's saved network as ONNX: input obs (B, ...), output q_values (B, actions)."
+    options = parse(_ExportOptions(onnx=".onnx"), args, "export", what, "run")
+    if options.onnx == ".onnx":
+        raise ConfigError("`zapex export` needs a file: zapex export RUN --onnx policy.onnx")
+    found = _found(Path(options.run), options.checkpoint)
+    policy, spec = _policy(found, Path(options.run), options.trust, "cpu", "float32")
+    from zapex.agent.export import export
+
+    off = export(policy.network, Path(options.onnx), spec.observation_dtype)
+    print(f"{spec.env_id}, {spec.observation_dtype} observations (B, {_shape(spec)})")
+    print(f"checkpoint {found.path}")
+    print(f"written and checked with onnxruntime: {options.onnx}; Q values differ by {off:.1e}")
+    return 0
+
+
+def _shape(spec: "EnvironmentSpec") -> str:
+    return ", ".join(map(str, spec.observation_shape))
