@@ -339,7 +339,10 @@ def blocks(language: str, page: str = "README.md") -> str:
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/install.md", "docs/commands.md", "docs/many_hosts.md", "docs/python.md"],
+    [
+        "README.md",
+        *(f"docs/{n}.md" for n in ("install", "commands", "many_hosts", "python", "watching")),
+    ],
 )
 def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str) -> None:
     shell = re.sub(r"#.*|^redis-server .*", "", blocks("sh", page), flags=re.M)
@@ -354,6 +357,7 @@ def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str
         "--video",
     }
     known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run", "--onnx"}
+    known |= {"--game", "--plain", "--terminal", "--render", "--json"}
     assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
 
 

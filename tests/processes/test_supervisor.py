@@ -469,6 +469,18 @@ def test_a_sighup_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, former)
 
 
+def test_a_run_that_outlives_its_terminal_only_notes_that_it_is_closed():
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with Supervisor() as supervisor:
+            supervisor.install_signal_handlers(outlives_terminal=True)
+            signal.raise_signal(signal.SIGHUP)
+            assert supervisor.hung_up
+            assert supervisor.stop_signal is None
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def test_the_parent_stays_tiny():
     code = (
         "import sys, zapex.processes.supervisor\n"

@@ -39,7 +39,7 @@ def flags_of(*kinds: type) -> dict[str, tuple[Any, ...]]:
 def read(args: Sequence[str], known: Flags, command: str, positional: str = "") -> dict[str, Any]:
     """Values by field out of the words of a command line; of equal flags the last one counts.
 
-    positional: the field that a word without a flag sets.
+    positional: the field that a word without a flag sets; a tuple takes all such words.
 
     Raises:
         ConfigError: an unknown flag (with the nearest one), or a value of another type.
@@ -54,6 +54,8 @@ def read(args: Sequence[str], known: Flags, command: str, positional: str = "") 
         switch = name.removeprefix("no_")
         if word in HELP:
             values[HELP[word]] = True
+        elif not word.startswith("-") and Ellipsis in known.get(positional, ()):
+            values[positional] = (*values.get(positional, ()), word)
         elif not word.startswith("-") and positional and positional not in values:
             values[positional] = word
         elif bool in known.get(switch, ()) and not equals:
@@ -94,20 +96,28 @@ def _value(name: str, kinds: tuple[Any, ...], words: list[str]) -> Any:
         raise ConfigError(f"{flag_of(name)} must be {what}, got {text!r}") from None
 
 
-def parse(default: T, args: list[str], command: str, what: str, positional: str = "") -> T:
+def parse(
+    default: T,
+    args: list[str],
+    command: str,
+    what: str,
+    positional: str = "",
+    optional: bool = False,
+) -> T:
     """A dataclass of options: flags over the values of `default`.
 
-    positional: the field that a word without a flag sets; it must be given.
+    positional: the field that a word without a flag sets; it must be given unless it is `optional`.
 
     Raises:
         ConfigError: an unknown flag (with the nearest one), or a value that cannot work.
     """
     kind: Any = type(default)
     given = read(args, flags_of(kind), command, positional)
-    usage = f"{command} {positional.upper()}".rstrip()
+    name = positional.upper()
+    usage = f"{command} {f'[{name}]' if optional else name}".rstrip()
     if given.keys() & HELP.values():
         show_help(usage, what, vars(default), [kind])
-    if positional and positional not in given:
+    if positional and not optional and positional not in given:
         raise ConfigError(f"`zapex {command}` needs a directory: zapex {usage}")
     return dataclasses.replace(default, **given)  # type: ignore[type-var]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zapex.cli import watching
 from zapex.cli.flags import parse, read_settings
 from zapex.cli.trust import check_trust
 from zapex.clusters.host import FACTS
@@ -162,8 +163,10 @@ def logs(args: list[str]) -> int:
 
 def stop(args: list[str]) -> int:
     """End the run: the learner saves, then every host ends."""
-    what = "End a launched run. The learner saves a checkpoint first."
-    options = parse(_RunOptions(), _named(args, "run"), "stop", what)
+    what = "End a run. The learner saves a checkpoint first."
+    options = parse(_RunOptions(), args, "stop", what, "run", optional=True)
+    if watching.is_local(options.run):
+        return watching.stop(options.run)
     run = _found(options.run)
     print(f"ending {run.placement.name}; the learner saves first", flush=True)
     run.stop()

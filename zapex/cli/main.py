@@ -6,24 +6,20 @@ that `zapex --help` is quick and a mistake is reported before any process starts
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zapex
-from zapex.cli import balance, hosts, saved
+from zapex.cli import balance, hosts, play, saved, watching
 from zapex.cli import launch as launches
-from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import MACHINE, findings, prepared, resolve, run_directory
-from zapex.cli.trust import check_trust
+from zapex.cli.resolve import MACHINE, findings, prepared, resolve
 from zapex.config.settings import Config
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
@@ -163,86 +159,6 @@ def _until(config: Config, spec: "EnvironmentSpec") -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _EvalOptions:
-    """What to evaluate, and what to write."""
-
-    run: str = ""
-    """Directory of the run."""
-    episodes: int = 10
-    """Games to play."""
-    checkpoint: str = "best"
-    """The checkpoint: best, latest, the name of one of the run's, or a file."""
-    video: str = ""
-    """Film the games in this mp4; they are then played one after the other."""
-    json: str = ""
-    """Write the returns to this file."""
-    seed: int = 1
-    """Of the games."""
-    epsilon: float | None = None
-    """Share of random actions; not given: the run's own."""
-    device: str = "auto"
-    """Where the network computes: auto, cpu or cuda."""
-    env: str = ""
-    """The run's environment, if it is module:Id or module:callable and you do not say --trust."""
-    trust: bool = False
-    """Run the module that the run names as its environment."""
-
-    def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ConfigError(f"--episodes must be at least 1, got {self.episodes}")
-        if self.epsilon is not None and not 0 <= self.epsilon <= 1:
-            raise ConfigError(f"--epsilon must be 0 to 1, got {self.epsilon:g}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"--device must be auto, cpu or cuda, got {self.device!r}")
-        if self.video and not self.video.endswith(".mp4"):
-            raise ConfigError(f"--video must end in .mp4, got {self.video}")
-        for flag, file in (("--json", self.json), ("--video", self.video)):
-            if not Path(file).parent.is_dir():
-                raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
-
-
-def _eval(args: list[str]) -> int:
-    what = "Play whole games with a run's saved network, and print the mean return."
-    options = parse(_EvalOptions(), args, "eval", what, "run")
-    run_dir = run_directory(options.run)
-    path = str(run_dir / "config.toml")
-    settings = read_settings(path) | {"device": options.device}
-    config = Config().replace(**settings)
-    if options.env not in ("", config.env.env):
-        raise ConfigError(f"--env is {options.env!r}, but {run_dir} is of {config.env.env!r}")
-    check_trust(path, settings, {"env": options.env} if options.env else {}, options.trust)
-    epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
-    from zapex.checkpoints import policy as saved_policy
-    from zapex.envs import environments
-    from zapex.roles import evaluator
-
-    spec = environments.check(config.env.env, config.env.env_kwargs)
-    if options.video:  # pygame draws some screens; it needs no window, sound or greeting
-        for name in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
-            os.environ.setdefault(name, "dummy")
-    saved = saved_policy.find(run_dir, options.checkpoint)
-    policy = saved_policy.load(saved, spec, config.learner)
-    print(spec.describe, *spec.notes, f"checkpoint {saved}", sep="\n", flush=True)
-    result = evaluator.evaluate(
-        policy.q_values,
-        spec,
-        options.episodes,
-        seed=options.seed,
-        epsilon=epsilon,
-        noop_max=config.evaluator.eval_noop_max,
-        video=options.video or None,
-    )
-    if options.json:
-        facts = {"env": spec.env_id, "checkpoint": str(saved), "seed": options.seed}
-        text = json.dumps({**facts, "epsilon": epsilon, **result.describe()}, indent=2)
-        Path(options.json).write_text(text + "\n")
-    if options.video:
-        print(f"video {options.video}")
-    print(f"mean {result.mean:g}  (std {result.std:.3g}, {len(result.returns)} episodes)")
-    return 0
-
-
 def _doctor(args: list[str]) -> int:
     if args and args[0] in hosts.WHAT:
         return hosts.doctor(args[0], args[1:])
@@ -313,7 +229,9 @@ def _bench(args: list[str]) -> int:
 _host = hosts.command
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train on this host"),
-    "eval": (_eval, "evaluate a run's saved network: zapex eval RUN"),
+    "runs": (watching.runs, "list the runs of a directory with their numbers: zapex runs [DIR]"),
+    "watch": (watching.watch, "the view of a run, from another terminal: zapex watch [RUN]"),
+    "eval": (play.command, "evaluate a run's saved network: zapex eval RUN"),
     "export": (saved.command, "a run's network as ONNX: zapex export RUN --onnx FILE"),
     "replay": (partial(_host, "replay"), "one run on many hosts: keep and serve the experience"),
     "actor": (partial(_host, "actor"), "one run on many hosts: run actors on this host"),
@@ -323,7 +241,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (launches.launch, "one run on many hosts: have SLURM, Kubernetes or Ray place them"),
     "status": (launches.status, "what the hosts of a launched run do: zapex status [RUN]"),
     "logs": (launches.logs, "what they said: zapex logs ROLE [RUN]"),
-    "stop": (launches.stop, "end a launched run: zapex stop [RUN]"),
+    "stop": (launches.stop, "end a run, and save it: zapex stop [RUN]"),
     "doctor": (_doctor, "check whether this machine has what a run needs"),
     "demo": (
         _demo,

@@ -140,6 +140,16 @@ class Streams(ABC):
         return episodes
 
     @property
+    def returns(self) -> NDArray[np.float64]:
+        """The score so far of the game in each stream, float64 (S,); 0 where it is over."""
+        return self._return
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """What players call the actions; their numbers where they have no names."""
+        return tuple(map(str, range(self.spec.num_actions)))
+
+    @property
     @abstractmethod
     def screens(self) -> Sequence[NDArray[np.uint8]]:
         """The screens of the last step or reset: RGB frames (H, W, 3); needs `film=True`."""
@@ -225,6 +235,10 @@ class _AleStreams(Streams):
     def screens(self) -> Sequence[NDArray[np.uint8]]:
         return self._emulator.screens if self._emulator else ()
 
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        return self._emulator.action_names if self._emulator else super().action_names
+
     def close(self) -> None:
         del self._envs
 
@@ -269,6 +283,10 @@ class _Emulator:
         self._max_episode_frames = max_episode_frames
         self._frames = 0
         self.screens: list[NDArray[np.uint8]] = []
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        return tuple(action.name for action in self._actions)
 
     def begin(self, frame: int) -> None:
         """A new game, with as many no-ops as lead to `frame`."""

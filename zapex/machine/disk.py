@@ -1,6 +1,7 @@
 """Files that are whole on the disk before anything names them, and files that end."""
 
 import errno
+import fcntl
 import os
 import stat
 import zlib
@@ -67,6 +68,24 @@ def append_whole(path: Path, content: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the file's exclusive lock (flock); False where there is no file.
+
+    It holds a shared lock for a moment, so whoever takes the exclusive one must try again.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def why_not_written(code: int, directory: Path | None) -> str:

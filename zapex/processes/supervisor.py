@@ -114,10 +114,12 @@ class Supervisor:
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
         self._former_handlers: dict[signal.Signals, Any] = {}
+        self._outlives_terminal = False
         self._signalled_s = 0.0
         self._all_up = False  # every child has begun to work
         self._stops_due_s = 0.0
         self.stop_signal: signal.Signals | None = None
+        self.hung_up = False
 
     def __enter__(self) -> Self:
         return self
@@ -140,13 +142,15 @@ class Supervisor:
     def _stopping(self) -> bool:
         return self._closing or self.stop_signal is not None
 
-    def install_signal_handlers(self) -> None:
+    def install_signal_handlers(self, outlives_terminal: bool = False) -> None:
         """SIGINT, SIGTERM and SIGHUP end `poll` with `stop_signal` set.
+
 
         In another thread than the main one nothing is installed: Python does not allow it.
         A second Ctrl-C kills the children at once and raises KeyboardInterrupt. A SIGHUP that is
-        ignored (nohup) stays ignored.
+        ignored (nohup) stays ignored. outlives_terminal: SIGHUP only sets `hung_up`.
         """
+        self._outlives_terminal = outlives_terminal
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -159,7 +163,9 @@ class Supervisor:
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if self.stop_signal is None:
+        if number == signal.SIGHUP and self._outlives_terminal:
+            self.hung_up = True
+        elif self.stop_signal is None:
             self.stop_signal = signal.Signals(number)
             self._signalled_s = now_s
             os.eventfd_write(self._wakeup_fd, 1)

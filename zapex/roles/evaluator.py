@@ -5,11 +5,11 @@ stream would be a biased sample: short games would count more often than long on
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,6 +41,33 @@ class EvalResult(Games):
     def describe(self) -> dict[str, Any]:
         """JSON facts."""
         return {"mean": self.mean, "std": self.std, "episodes": len(self.returns), **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step of the first stream, as a spectator sees it.
+
+    screens: RGB frames (H, W, 3) that followed the action, in their order. q: Q values, float
+    (num_actions,), of the observation before it, and None at a game's beginning. score: of the game
+    so far. game: number of the game, from 1.
+    """
+
+    screens: Sequence[NDArray[np.uint8]]
+    q: NDArray[Any] | None
+    action: int
+    score: float
+    steps: int
+    game: int
+
+
+class Spectator(Protocol):
+    """Sees a game as it is played, and keeps its pace."""
+
+    def begin(self, screens_per_s: float, action_names: Sequence[str]) -> None:
+        """What is known before the first moment."""
+
+    def see(self, moment: Moment) -> bool:
+        """Show it. Returns whether it should go on."""
 
 
 class RunningEvaluation:
@@ -77,6 +104,15 @@ class RunningEvaluation:
         self._episodes: list[Episode] = []
         self._began = time.perf_counter()
         self._obs = streams.reset()
+        self._q: NDArray[Any] | None = None
+        self._action = self._steps = 0
+
+    def moment(self) -> Moment:
+        """The step just played, in the first stream."""
+        ended = [one.game_return for one in self._streams.finished if one.stream == 0]
+        score = ended[0] if ended else float(self._streams.returns[0])
+        game = len(self._episodes) + (0 if ended else 1)
+        return Moment(self._streams.screens, self._q, self._action, score, self._steps, game)
 
     @property
     def done(self) -> bool:
@@ -89,8 +125,11 @@ class RunningEvaluation:
         if not playing.any():
             return 0
         q = np.asarray(self._q_values(self._obs))
-        step = self._streams.step(epsilon_greedy(q, self._epsilon, self._rng))
+        actions = epsilon_greedy(q, self._epsilon, self._rng)
+        step = self._streams.step(actions)
         self._obs = step.obs
+        self._q, self._action = None if step.started[0] else q[0], int(actions[0])
+        self._steps = 0 if step.started[0] else self._steps + 1
         for episode in self._streams.finished:
             if self._missing[episode.stream]:
                 self._missing[episode.stream] -= 1
@@ -98,8 +137,7 @@ class RunningEvaluation:
         return int((playing & ~step.started).sum())
 
     def result(self) -> EvalResult:
-        """The result, once `done`."""
-        assert self.done, f"{self._missing.sum()} episodes are still to be played"
+        """The result of the episodes that have been played: all of them, once `done`."""
         episodes = sorted(self._episodes, key=lambda episode: episode.stream)
         return EvalResult(
             returns=tuple(episode.game_return for episode in episodes),
@@ -119,32 +157,39 @@ def evaluate(
     noop_max: int = 30,
     num_threads: int = 1,
     video: Path | str | None = None,
+    spectator: Spectator | None = None,
 ) -> EvalResult:
     """Play `episodes` games, each cut at 108,000 frames (27,000 steps on ALE).
 
-    video: an mp4 of these games as a player sees them; they are then played one after the other.
+    video: an mp4 of these games as a player sees them. spectator: sees them while they are played,
+    and may end them. With either they are played one after the other.
 
     Raises:
         ConfigError: a number out of range, a game that cannot be filmed, or a missing encoder (the
             message says what to install).
     """
     with ExitStack() as stack:
+        seen = video is not None or spectator is not None
         streams = make(
             spec,
-            1 if video else max(1, min(episodes, MAX_STREAMS)),
+            1 if seen else max(1, min(episodes, MAX_STREAMS)),
             seed=seed,
             num_threads=num_threads,
             noop_max=noop_max,
-            film=video is not None,
+            film=seen,
         )
         stack.callback(streams.close)
         evaluation = RunningEvaluation(q_values, streams, episodes, seed=seed, epsilon=epsilon)
         mp4 = stack.enter_context(Mp4Writer(video, streams.screens_per_s)) if video else None
+        if spectator is not None:
+            spectator.begin(streams.screens_per_s, streams.action_names)
         while True:
-            if mp4 is not None:
-                for frame in streams.screens:
+            moment = evaluation.moment() if seen else None
+            if mp4 is not None and moment is not None:
+                for frame in moment.screens:
                     mp4.add(frame)
-            if evaluation.done:
+            left = spectator is not None and moment is not None and not spectator.see(moment)
+            if evaluation.done or left:
                 return evaluation.result()
             evaluation.do_work()
 

@@ -1,10 +1,13 @@
 """Collects what roles report to their parent, and checks the run's limits."""
 
+import contextlib
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -23,8 +26,9 @@ from zapex.watch.monitor import Monitor
 from zapex.watch.progress import Report
 from zapex.watch.report import Evaluation, Recorder, RunFacts, Snapshot
 from zapex.watch.summary import summary, summary_of_part
-from zapex.watch.terminal import LivePicture, open_view, print_lines
+from zapex.watch.terminal import LivePicture, PlainLines, open_view, print_lines
 
+TERMINAL_LOG = "terminal.log"  # in the run's logs: what was said after the terminal was closed
 _SAVED_BY: dict[Role, str] = {"learner": "checkpoints", "evaluator": "the best network"}
 _REPORT_S = 0.95  # between two reports to a caller; the monitor looks twice a second
 _FIRSTS = {"first_step_s": ("actor", "steps"), "first_batch_s": ("learner", "batches")}
@@ -61,6 +65,16 @@ class Ending:
     over: bool = False
     again: bool = False
     last: Snapshot | None = None
+
+
+def _say_into(path: Path) -> None:
+    """Make a file the standard output of this process, and nothing its input."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for descriptor, instead in ((0, nothing), (1, file), (2, file)):
+        os.dup2(instead, descriptor)
+    os.close(nothing)
+    os.close(file)
 
 
 class Collector:
@@ -107,6 +121,7 @@ class Collector:
             [(name, host.metrics(name)) for name, _ in every_role],
             view,
             written,
+            for_others=recorders.ForWatchers(run.run_dir),
             evaluations=directory.evaluations(run.run_dir) if base else (),
             elsewhere={role for _, role in plan.elsewhere},
         )
@@ -219,6 +234,20 @@ class Collector:
     def end(self, reason: str, **more: Any) -> None:
         """The run ends. more: the other fields of an Ending."""
         self.ending = replace(self.ending, reason=reason, **more)
+
+    def leave_terminal(self) -> None:
+        """The terminal was closed: the run goes on, and what it says goes to a file."""
+        _say_into(Path(os.devnull))
+        self._live = False
+        self.monitor.show_in(PlainLines(sys.__stdout__))  # the picture's end goes nowhere
+        logs = self.run.run_dir / "logs"
+        with contextlib.suppress(OSError):  # a full disk, perhaps
+            logs.mkdir(exist_ok=True)
+            _say_into(logs / TERMINAL_LOG)
+        name = shlex.quote(str(self.run.run_dir))
+        self.monitor.message(
+            f"the terminal was closed and the run goes on: zapex watch {name}, zapex stop {name}"
+        )
 
     def check_limits(self, frames: float, wall_s: float) -> None:
         """End the run if one of its limits is reached; only the learner's host checks limits."""

@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from zapex.machine.disk import replace_whole
 from zapex.run.run import Run
 from zapex.watch import recorders
 from zapex.watch.report import Evaluation
+from zapex.watch.runs import LOCK_FILE
 
-_LOCK_FILE = ".lock"  # the kernel frees the lock with its process; the file stays
+_PATIENCE_S = 0.5  # `zapex watch` and `zapex runs` hold a shared lock for a moment
 
 
 @contextlib.contextmanager
@@ -55,10 +57,10 @@ def set_aside(run_dir: Path) -> Path | None:
 
 @contextlib.contextmanager
 def _held(run_dir: Path) -> Iterator[None]:
-    lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
         except BlockingIOError:
             pid = os.pread(lock, 20, 0).decode(errors="replace") or "unknown"
             raise ConfigError(
@@ -71,6 +73,17 @@ def _held(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _take(lock: int) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
 
 
 def counters(run_dir: Path) -> dict[str, float]:

@@ -26,7 +26,7 @@ def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -
     for name in names:
         host.set_incarnation(name, 1)
     with Supervisor() as supervisor, Collector(run, host, base, caller) as collector:
-        supervisor.install_signal_handlers()
+        supervisor.install_signal_handlers(outlives_terminal=True)
         totals = totals_of(host, base, collector.started_ns)
         roles = [make_role(Start(name, run, host, 1, clock, totals)) for name in names]
         while not collector.ending.reason:
@@ -38,6 +38,9 @@ def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -
             if rounds % _ROUNDS_A_LOOK == 0:
                 now = totals()
                 collector.check_limits(now["frames"], now["wall_s"])
+            if supervisor.hung_up or collector.monitor.terminal_is_gone:
+                supervisor.hung_up = False
+                collector.leave_terminal()
             if supervisor.stop_signal is not None:
                 collector.end(f"stopped by {supervisor.stop_signal.name}")
         for role in roles:

@@ -55,7 +55,7 @@ def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None
             ) as supervisor,
             Collector(run, host, base, caller) as collector,
         ):
-            supervisor.install_signal_handlers()
+            supervisor.install_signal_handlers(outlives_terminal=True)
             try:
                 for spec in _process_specs(collector, fds):
                     _tell(collector, supervisor.start(spec))
@@ -119,6 +119,9 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
             works = not learns or host.metrics("learner").pid
             frames = snapshot.totals["frames"] if works else 0.0
             collector.check_limits(frames, snapshot.wall_s)
+        if supervisor.hung_up or collector.monitor.terminal_is_gone:
+            supervisor.hung_up = False
+            collector.leave_terminal()
         if supervisor.stop_signal is not None:
             collector.end(f"stopped by {supervisor.stop_signal.name}")
     if collector.ending.over and "endings" in host.plan.rings:

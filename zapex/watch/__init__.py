@@ -1,4 +1,4 @@
 """What a user looks at and what a run records: terminal, files, curves.
 
-Imports: envs, errors, host, machine, version.
+Imports: config, envs, errors, host, machine, version.
 """

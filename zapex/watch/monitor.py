@@ -4,6 +4,8 @@ The parent calls `tick()` as often as it likes; work is done when it is due. A v
 twice a second. A recorder gets one every few seconds, with what is new since its last one.
 """
 
+import contextlib
+import errno
 import os
 import sys
 import time
@@ -98,6 +100,7 @@ class Monitor:
         view: View | None = None,
         recorders: Sequence[Recorder] = (),
         *,
+        for_others: View | None = None,
         evaluations: Sequence[Evaluation] = (),
         elsewhere: Collection[Role] = (),
         view_period_s: float = 0.5,
@@ -110,7 +113,7 @@ class Monitor:
         for name, block in roles:
             self._roles.setdefault(block.role, []).append((name, block))
         self._elsewhere = elsewhere
-        self._view = view
+        self._view, self._for_others = view, for_others
         self._recorders = list(recorders)
         self._view_period_ns = int(view_period_s * 1e9)
         self._record_period_ns = int(record_period_s * 1e9)
@@ -275,8 +278,14 @@ class Monitor:
             self._guard(recorder, partial(recorder.write, snapshot, episodes, evaluations))
 
     def _show(self, snapshot: Snapshot) -> None:
-        if self._view is not None:
-            self._guard(self._view, partial(self._view.show, snapshot))
+        for view in filter(None, (self._view, self._for_others)):
+            self._guard(view, partial(view.show, snapshot))
+
+    def show_in(self, view: View) -> None:
+        """Show the run in another view from now on, and close the former one."""
+        former, self._view = self._view, view
+        if former is not None:
+            self._guard(former, former.close)
 
     def _guard(self, output: View | Recorder, call: Callable[[], None]) -> None:
         name = type(output).__name__
@@ -291,11 +300,18 @@ class Monitor:
                 text = f"{name} failed, the run goes on: {why}"
                 self.message(text)
                 if output is self._view:
-                    print(text, file=sys.stderr)
+                    with contextlib.suppress(OSError):  # it may be the same terminal
+                        print(text, file=sys.stderr)
             self._failed[id(output)] = error
         else:
             if self._failed.pop(id(output), None) is not None:
                 self.message(f"{name} works again")
+
+    @property
+    def terminal_is_gone(self) -> bool:
+        """Whether the view's terminal was closed and nobody has sent SIGHUP."""
+        error = self._failed.get(id(self._view))
+        return isinstance(error, OSError) and error.errno == errno.EIO
 
     @property
     def unwritten(self) -> bool:

@@ -5,7 +5,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,13 @@ from zapex.watch.report import TOTALS, Evaluation, Note, Returns, RoleView, RunF
 
 METRICS_FILE: Final = "metrics.jsonl"
 SNAPSHOT_FILE: Final = "snapshot.json"
+WATCHED_FILE: Final = ".watched"
+"""Whoever watches a run from elsewhere touches it every second or two."""
 RESULT_FILE: Final = "result.json"
+
+
+_ASKED_S: Final = 10.0  # after the last touch
+_FOR_WATCHERS_S: Final = 0.9  # snapshots are made twice a second
 
 
 def numbers(snapshot: Snapshot) -> dict[str, float]:
@@ -106,6 +112,36 @@ class JsonLines:
         """Write the lines that are not in the file yet."""
         append_whole(self._path, self._unwritten)
         self._unwritten = b""
+
+
+class ForWatchers:
+    """A view: snapshot.json once a second while somebody watches the run from elsewhere.
+
+    Without a watcher it costs one look at the time of a file.
+    """
+
+    def __init__(self, run_dir: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._clock_s = run_dir, clock_s
+        self._touched_ns = self._touch()
+        self._asked_s = self._written_s = -math.inf
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Write `snapshot` if it is due."""
+        touched_ns, now_s = self._touch(), self._clock_s()
+        if touched_ns != self._touched_ns:  # by whose clock does not matter
+            self._touched_ns, self._asked_s = touched_ns, now_s
+        if now_s - self._asked_s < _ASKED_S and now_s - self._written_s >= _FOR_WATCHERS_S:
+            self._written_s = now_s
+            _write_json(self._run_dir / SNAPSHOT_FILE, snapshot, indent=None)
+
+    def close(self) -> None:
+        """The recorders write the last snapshot."""
+
+    def _touch(self) -> int:
+        try:
+            return (self._run_dir / WATCHED_FILE).stat().st_mtime_ns
+        except OSError:
+            return 0
 
 
 def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) -> dict[str, Any]:

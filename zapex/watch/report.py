@@ -37,6 +37,7 @@ class RunFacts:
         max_wall_s, max_frames: limits of the run, earlier sessions included; 0 is no limit.
         base: wall_s and TOTALS at the checkpoint that the run continues from; 0 if missing.
         references: name -> return of the lines to compare with ("random", "human").
+        watched: these are shown by another process than the run's, which Ctrl-C does not end.
     """
 
     environment: str
@@ -55,6 +56,7 @@ class RunFacts:
     max_frames: int = 0
     base: Mapping[str, float] = field(default_factory=dict)
     references: Mapping[str, float] = field(default_factory=dict)
+    watched: bool = False
 
 
 @dataclass(frozen=True)

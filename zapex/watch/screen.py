@@ -65,6 +65,8 @@ def _title(snapshot: Snapshot, width: int) -> list[Line]:
     right += [(clock(snapshot.wall_s), _STRONG), (limit + " ", _QUIET)]
     title = _spread(left, right, width)
     if snapshot.progress is None or snapshot.left_s is None:
+        if facts.watched:
+            return [title, [(" Ctrl-C ends this view; the run goes on", _QUIET)]]
         learner = snapshot.role("learner")
         saves = "saves a checkpoint and " if learner and not learner.elsewhere else ""
         end = f"{saves}ends {'this host alone' if facts.part else 'it'}"

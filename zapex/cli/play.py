@@ -1,0 +1,198 @@
+"""`zapex eval`, and the game of `zapex watch --game`: whole games with a run's saved network."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from zapex.cli.flags import parse, read_settings
+from zapex.cli.resolve import run_directory
+from zapex.cli.trust import check_trust
+from zapex.config.settings import Config
+from zapex.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from zapex.envs.environments import EnvironmentSpec
+    from zapex.roles.evaluator import Spectator
+
+
+@dataclass(frozen=True)
+class _EvalOptions:
+    """What to evaluate, and what to write."""
+
+    run: str = ""
+    """Directory of the run."""
+    episodes: int = 10
+    """Games to play."""
+    checkpoint: str = "best"
+    """The checkpoint: best, latest, the name of one of the run's, or a file."""
+    video: str = ""
+    """Film the games in this mp4; they are then played one after the other."""
+    terminal: bool = False
+    """Draw the games on this terminal as they are played, with the Q value of each action."""
+    render: bool = False
+    """Show the games in a window as they are played; it needs a display."""
+    json: str = ""
+    """Write the returns to this file."""
+    seed: int = 1
+    """Of the games."""
+    epsilon: float | None = None
+    """Share of random actions; not given: the run's own."""
+    device: str = "auto"
+    """Where the network computes: auto, cpu or cuda."""
+    env: str = ""
+    """The run's environment, if it is module:Id or module:callable and you do not say --trust."""
+    trust: bool = False
+    """Run the module that the run names as its environment."""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"--episodes must be at least 1, got {self.episodes}")
+        if self.epsilon is not None and not 0 <= self.epsilon <= 1:
+            raise ConfigError(f"--epsilon must be 0 to 1, got {self.epsilon:g}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"--device must be auto, cpu or cuda, got {self.device!r}")
+        if self.video and not self.video.endswith(".mp4"):
+            raise ConfigError(f"--video must end in .mp4, got {self.video}")
+        if self.terminal and self.render:
+            raise ConfigError("--terminal and --render show the same games: give one of them")
+        for flag, file in (("--json", self.json), ("--video", self.video)):
+            if not Path(file).parent.is_dir():
+                raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a run has stored of what it plays, once the user trusts it."""
+
+    run_dir: Path
+    config: Config
+    spec: "EnvironmentSpec"
+
+    @classmethod
+    def of(cls, run_dir: Path, env: str, trust: bool, device: str) -> Self:
+        """Raises ConfigError: another environment, or a module that the user does not trust."""
+        path = str(run_dir / "config.toml")
+        settings = read_settings(path) | {"device": device}
+        config = Config().replace(**settings)
+        if env not in ("", config.env.env):
+            raise ConfigError(f"--env is {env!r}, but {run_dir} is of {config.env.env!r}")
+        check_trust(path, settings, {"env": env} if env else {}, trust)
+        from zapex.envs import environments
+
+        return cls(run_dir, config, environments.check(config.env.env, config.env.env_kwargs))
+
+    @property
+    def aspect(self) -> float:
+        """Width by height of the screen: an Atari's pixels are not square."""
+        return 4 / 3 if self.spec.atari else 0.0
+
+
+def command(args: list[str]) -> int:
+    """Play, show or film the games, and print how they ended."""
+    what = "Play whole games with a run's saved network, and print the mean return."
+    options = parse(_EvalOptions(), args, "eval", what, "run")
+    run = _Stored.of(run_directory(options.run), options.env, options.trust, options.device)
+    config, spec = run.config, run.spec
+    epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
+    from zapex.checkpoints import policy as saved_policy
+    from zapex.roles import evaluator
+
+    if not options.render:
+        _draw_without_a_window()
+    saved = saved_policy.find(run.run_dir, options.checkpoint)
+    with _spectator(options, run) as spectator:
+        policy = saved_policy.load(saved, spec, config.learner)
+        if spectator is None:
+            print(spec.describe, *spec.notes, f"checkpoint {saved}", sep="\n", flush=True)
+        result = evaluator.evaluate(
+            policy.q_values,
+            spec,
+            options.episodes,
+            seed=options.seed,
+            epsilon=epsilon,
+            noop_max=config.evaluator.eval_noop_max,
+            video=options.video or None,
+            spectator=spectator,
+        )
+    if not result.returns:
+        print("the window was closed before a game was over")
+        return 0
+    if options.json:
+        facts = {"env": spec.env_id, "checkpoint": str(saved), "seed": options.seed}
+        text = json.dumps({**facts, "epsilon": epsilon, **result.describe()}, indent=2)
+        Path(options.json).write_text(text + "\n")
+    if options.video:
+        print(f"video {options.video}")
+    print(f"mean {result.mean:g}  (std {result.std:.3g}, {len(result.returns)} episodes)")
+    return 0
+
+
+def _draw_without_a_window() -> None:
+    """pygame draws some screens; it needs no window, sound or greeting."""
+    for name in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
+        os.environ.setdefault(name, "dummy")
+
+
+@contextmanager
+def _spectator(options: _EvalOptions, run: _Stored) -> "Iterator[Spectator | None]":
+    """Who sees the games, if anybody does."""
+    from zapex.watch.game import TerminalGame
+    from zapex.watch.window import Window
+
+    title = run.spec.env_id
+    if options.terminal:
+        with TerminalGame(title, run.aspect) as game:
+            yield game
+    elif options.render:
+        with Window(title, run.aspect) as window:
+            yield window
+    else:
+        yield None
+
+
+def play_newest(run_dir: Path, env: str, trust: bool) -> None:
+    """Draw game after game on the terminal, each with the newest network that the run has saved.
+
+    Until Ctrl-C. Raises ConfigError where there is no terminal, CheckpointError where nothing is
+    saved yet.
+    """
+    run = _Stored.of(run_dir, env, trust, "cpu")
+    from zapex.checkpoints import policy as saved_policy
+    from zapex.roles import evaluator
+    from zapex.watch.game import TerminalGame
+
+    _draw_without_a_window()
+    evaluation = run.config.evaluator
+    hint = "Ctrl-C ends this view; the run goes on"
+    with TerminalGame(run.spec.env_id, run.aspect, hint=hint) as game:
+        for seed in itertools.count(1):
+            saved = _newest(run_dir)
+            policy = saved_policy.load(saved, run.spec, run.config.learner)
+            game.title = f"{run.spec.env_id}  {saved.stem}"
+            evaluator.evaluate(
+                policy.q_values,
+                run.spec,
+                1,
+                seed=seed,
+                epsilon=evaluation.eval_epsilon,
+                noop_max=evaluation.eval_noop_max,
+                spectator=game,
+            )
+
+
+def _newest(run_dir: Path) -> Path:
+    """The checkpoint that was written last: a run saves its best network between the others."""
+    from zapex.checkpoints import file as checkpoint
+
+    found = [path for path in (checkpoint.latest(run_dir), checkpoint.best(run_dir)) if path]
+    if not found:
+        raise CheckpointError(
+            f"{run_dir} has saved no network yet: it does after its first evaluation "
+            "(--eval-period-s), every --checkpoint-minutes, and at its end"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)

@@ -1,0 +1,200 @@
+"""A game on the terminal: its screen in half blocks, and a bar for the Q value of each action.
+
+Only cells that have changed are written, so that it goes over ssh too.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, Self, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.errors import ConfigError
+from zapex.watch.screen import count, number
+
+_PANEL: Final = 30  # columns of the Q values
+_LEAST: Final = 56  # columns with which the panel is there
+_RANGE_STEPS: Final = 200  # the bars' ends are the least and the largest Q value of so many steps
+_BLOCKS: Final = " ▏▎▍▌▋▊▉█"
+_BOLD, _QUIET, _ACCENT, _PLAIN = "\x1b[1m", "\x1b[90m", "\x1b[36m", "\x1b[0m"
+_BEGIN, _END = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[0m\x1b[?25h\x1b[?1049l"
+_CATCH_UP_S: Final = 0.25
+
+
+class Pace:
+    """Holds the speed of a game; after a delay it does not hurry."""
+
+    def __init__(self) -> None:
+        self._due_s = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Until `seconds` after the last time, if that is still to come."""
+        now_s = time.monotonic()
+        if now_s - self._due_s > _CATCH_UP_S:
+            self._due_s = now_s
+        self._due_s += seconds
+        time.sleep(max(0.0, self._due_s - now_s))
+
+
+def colours(pixels: NDArray[np.uint8], all_colours: bool) -> NDArray[np.int32]:
+    """One number for each RGB pixel (..., 3): 24 bits, or the nearest of xterm's 256 colours."""
+    wide = pixels.astype(np.int32)
+    if all_colours:
+        return wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]
+    # Six levels, 0 95 135 175 215 255, and 24 greys.
+    levels = np.where(wide < 48, 0, np.where(wide < 115, 1, (wide - 35) // 40))
+    cube = 16 + 36 * levels[..., 0] + 6 * levels[..., 1] + levels[..., 2]
+    grey = 232 + np.clip((wide.mean(-1).astype(np.int32) - 3) // 10, 0, 23)
+    flat = (np.ptp(wide, -1) < 10) & (wide.max(-1) > 4) & (wide.min(-1) < 246)
+    found: NDArray[np.int32] = np.where(flat, grey, cube)
+    return found
+
+
+def fitted(frame: NDArray[np.uint8], columns: int, rows: int, aspect: float) -> NDArray[np.uint8]:
+    """The frame (H, W, 3) in at most `columns` x `rows` cells of two pixels each, one above the
+    other: (2 * rows, columns, 3). aspect: width by height, as a player sees it."""
+    from PIL import Image
+
+    height = 2 * min(rows, int(columns / aspect / 2))
+    width = min(columns, round(height * aspect))
+    size = (max(1, width), max(2, height))
+    return np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BOX))
+
+
+def bar(share: float, cells: int) -> str:
+    """`share` of `cells`, to an eighth of a cell."""
+    eighths = round(min(1.0, max(0.0, share)) * cells * 8)
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (_BLOCKS[part] if part else "")).ljust(cells)
+
+
+class TerminalGame:
+    """A spectator (zapex.roles.evaluator) that draws on a terminal; a context manager.
+
+    title: what is played. aspect: width by height of the screen; 0: that of its pixels.
+
+    Raises:
+        ConfigError: `stream`, standard output, is no terminal that can show it.
+    """
+
+    def __init__(
+        self, title: str, aspect: float = 0.0, stream: TextIO | None = None, hint: str = ""
+    ) -> None:
+        self._stream = stream or sys.stdout
+        utf8 = (self._stream.encoding or "").lower().replace("-", "") == "utf8"
+        if not self._stream.isatty() or os.environ.get("TERM", "dumb") == "dumb" or not utf8:
+            raise ConfigError(
+                "a game is drawn only on a terminal that shows UTF-8 and colours, and standard "
+                "output is none: use --video FILE.mp4"
+            )
+        self.title, self._aspect, self._hint = title, aspect, hint or "Ctrl-C ends it"
+        self._all_colours = os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
+        self._pace = Pace()
+        self._seconds = 1 / 60
+        self._names: Sequence[str] = ()
+        self._lows: deque[float] = deque(maxlen=_RANGE_STEPS)
+        self._highs: deque[float] = deque(maxlen=_RANGE_STEPS)
+        self._size = (0, 0)
+        self._cells: NDArray[np.int32] | None = None
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def __enter__(self) -> Self:
+        self._write(_BEGIN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write(_END)
+
+    def begin(self, screens_per_s: float, action_names: Sequence[str]) -> None:
+        """What is known before the first moment."""
+        self._seconds, self._names = 1 / screens_per_s, action_names
+
+    def see(self, moment: Any) -> bool:
+        """Draw the last screen of a step, for as long as all of its screens last."""
+        size = shutil.get_terminal_size()
+        out = []
+        if size != self._size:
+            self._size, self._cells, self._texts = size, None, {}
+            out.append(f"{_PLAIN}\x1b[2J")
+        columns, rows = size
+        beside = _PANEL if columns >= _LEAST else 0
+        if len(moment.screens):
+            frame = moment.screens[-1]
+            aspect = self._aspect or frame.shape[1] / frame.shape[0]
+            room = max(2, columns - beside - 2), max(1, rows - 3)
+            out.append(self._picture(fitted(frame, *room, aspect)))
+        head = f" {self.title}  game {moment.game}  score {number(moment.score)}"
+        head += f"  step {count(moment.steps)}"
+        out.append(self._text(1, 1, f"{_BOLD}{head[:columns]}"))
+        out.append(self._text(rows, 1, f"{_QUIET} {self._hint}"[: columns + len(_QUIET)]))
+        if beside and moment.q is not None:
+            left = 1 + (self._cells.shape[1] if self._cells is not None else 0) + 2
+            out += self._panel(moment.q, moment.action, left, columns - left, rows - 3)
+        self._write("".join(out))
+        self._pace.wait(self._seconds * max(1, len(moment.screens)))
+        return True
+
+    def _picture(self, pixels: NDArray[np.uint8]) -> str:
+        """What moves the terminal from its present picture to this one."""
+        codes = colours(pixels, self._all_colours)
+        cells = np.stack([codes[0::2], codes[1::2]], -1)  # (rows, columns, upper and lower)
+        before = self._cells
+        self._cells = cells
+        if before is None or before.shape != cells.shape:
+            changed = np.ones(cells.shape[:2], np.bool_)
+        else:
+            changed = (before != cells).any(-1)
+        out: list[str] = []
+        colour, place = (-1, -1), (-1, -1)
+        for row, column in np.argwhere(changed).tolist():
+            if (row, column) != place:
+                out.append(f"\x1b[{row + 2};{column + 2}H")
+            found = tuple(cells[row, column].tolist())
+            if found != colour:
+                out.append(f"\x1b[{self._code(38, found[0])};{self._code(48, found[1])}m")
+                colour = found
+            out.append("▀")
+            place = row, column + 1
+        return "".join([*out, _PLAIN]) if out else ""
+
+    def _code(self, ground: int, colour: int) -> str:
+        if not self._all_colours:
+            return f"{ground};5;{colour}"
+        return f"{ground};2;{colour >> 16};{colour >> 8 & 255};{colour & 255}"
+
+    def _panel(self, q: NDArray[Any], action: int, left: int, columns: int, rows: int) -> list[str]:
+        self._lows.append(float(q.min()))
+        self._highs.append(float(q.max()))
+        low, high = min(self._lows), max(self._highs)
+        scale = high - low or 1.0
+        names = [str(name)[:10] for name in self._names]
+        widest = max(map(len, names), default=1)
+        cells = max(1, min(24, columns - widest - 12))
+        shown = len(q) if len(q) <= rows else rows - 1
+        best = int(q.argmax())
+        out = []
+        for i in range(shown):
+            mark, style = ("▶", _BOLD + _ACCENT) if i == action else (" ", "")
+            filled = bar((float(q[i]) - low) / scale, cells)
+            tone = style or (_ACCENT if i == best else _QUIET)
+            text = f"{style}{mark} {names[i]:<{widest}} {_PLAIN}{tone}{filled}{_PLAIN} "
+            out.append(self._text(i + 2, left, f"{text}{number(float(q[i])):>7}"))
+        if shown < len(q):
+            out.append(self._text(shown + 2, left, f"{_QUIET}  and {len(q) - shown} more"))
+        return out
+
+    def _text(self, row: int, column: int, text: str) -> str:
+        """A line from there to its end, if it has changed."""
+        if self._texts.get((row, column)) == text:
+            return ""
+        self._texts[row, column] = text
+        return f"\x1b[{row};{column}H{text}{_PLAIN}\x1b[K"
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
