@@ -3,13 +3,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel bench bench-all learning reproduce numbers plots paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel site bench bench-all learning reproduce numbers plots paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
 NAME  ?= sumtree
 CLAIM ?=
 QUICK ?=
+SERVE ?=
 # cpu: the build without CUDA. cuda: with it, several GB. existing: the one that your Python has.
 # auto: yours if there is one, otherwise cuda where there is an NVIDIA GPU, otherwise cpu.
 # Not given: cuda where there is a GPU, which is asked first on a terminal; otherwise cpu.
@@ -50,6 +51,7 @@ help:
 	  '  make twin     the replay against a naive twin, as long as told: ARGS="--minutes 60 --seed 7"' \
 	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
 	  '  make mutants  small random changes of modules, and whether tests notice: ARGS="--module limiter --count 20"' \
+	  '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make reproduce  what the documentation claims, measured again: CLAIM=tree-cold, QUICK=1 in ten minutes' \
 	  '  make bench-all  every result that lacks evidence, measured one after the other: ARGS=--list' \
@@ -114,6 +116,13 @@ wheel: $(STAMP)
 	@rm -rf build
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
+
+# strict: a broken link or a page that nothing leads to is a failure.
+site: $(STAMP)
+	@$(BIN)/python -c 'import material, mkdocstrings, plotly' 2>/dev/null || \
+	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict) --quiet
+	@$(if $(SERVE),,echo 'Made: build/site/index.html')
 
 bench: $(STAMP)
 	@$(BIN)/zapex bench $(NAME) $(ARGS)

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,16 +17,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support import fake_run
+from tests.support.browser import WAIT_MS, browser_page, needs_chromium, needs_playwright
 from zapex.errors import ConfigError, PeerError
 from zapex.watch.dashboards import PAPERS, TensorBoard, by_actor
 from zapex.watch.recorders import JsonLines
 from zapex.watch.visdom import Visdom, check, post
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 TAGS = ("actors/episodic_return_0", "actors/episodic_return_1", "replay/live", "losses/td_loss")
-WAIT_MS = 60_000
 
 
 @contextmanager
@@ -51,21 +47,6 @@ def tensorboard(logdir):
                 yield found[0]
                 return
         raise AssertionError("TensorBoard has not started")
-
-
-@contextmanager
-def browser_page():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # Chromium's own sandbox needs rights that a container does not give.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            page = browser.new_page(viewport={"width": 1400, "height": 2000})
-            page.set_default_timeout(WAIT_MS)
-            yield page
-        finally:
-            browser.close()
 
 
 def shown(page):
@@ -101,10 +82,8 @@ def written(run_dir):
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt install chromium")
-@pytest.mark.skipif(
-    importlib.util.find_spec("playwright") is None, reason="no playwright: pip install playwright"
-)
+@needs_chromium
+@needs_playwright
 def test_a_browser_shows_scores_of_every_actor_memory_and_loss_and_new_ones_as_they_come(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()

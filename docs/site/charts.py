@@ -1,0 +1,115 @@
+"""Curves of the stored results, drawn in the reader's browser, and the command of each file."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+_CURVES, _FILES = "<!-- curves -->", "<!-- files -->"
+_SERIES = {
+    "charts/episodic_return_last100": "all actors, last 100 games",
+    "charts/episodic_return_greedy_last10": "greedy stream, last 10 games",
+}
+Line = tuple[str, list[float], list[float], list[float | None], str]
+"""Name, minutes, frames, returns, plotly's mode."""
+
+
+def script() -> str:
+    """The program that draws in the reader's browser."""
+    return str(get_plotlyjs())
+
+
+def filled(markdown: str) -> str:
+    """A page with its curves and its table of files."""
+    if _CURVES in markdown:
+        parts = [_part(name, lines) for name, report in _reports() if (lines := _lines(report))]
+        head = '<script src="site/plotly.js"></script>\n\n'
+        markdown = markdown.replace(_CURVES, head + "\n\n".join(parts))
+    return markdown.replace(_FILES, _table()) if _FILES in markdown else markdown
+
+
+def _reports() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted(RESULTS.glob("*.json")):
+        yield path.stem, json.loads(path.read_text())
+
+
+def _lines(report: dict[str, Any]) -> list[Line]:
+    """What a result has of returns over time; nothing if it is no run."""
+    results = report.get("results", {})
+    if "curve" in results:
+        rows = zip(*results["curve"], strict=True)
+        columns = dict(zip(results["curve_columns"], rows, strict=True))
+        minutes, frames = [s / 60 for s in columns["wall_s"]], list(columns["frames"])
+        lines = [(name, minutes, frames, list(columns[tag]), "lines")
+                 for tag, name in _SERIES.items() if tag in columns]  # fmt: skip
+        games = [(game["wall_s"], game["frames"], game["mean"]) for game in results["evaluations"]]
+        return [*lines, _evaluated("evaluation, ten games", games)]
+    return [
+        _evaluated(f"seed {seed}", run["evaluations"])
+        for seed, run in results.get("seeds", {}).items()
+    ]
+
+
+def _evaluated(name: str, games: Sequence[Sequence[float]]) -> Line:
+    seconds, frames, means = zip(*games, strict=True)
+    return name, [s / 60 for s in seconds], list(frames), list(means), "lines+markers"
+
+
+def _part(name: str, lines: list[Line]) -> str:
+    figure = go.Figure()
+    for label, minutes, _, returns, mode in lines:
+        figure.add_scatter(x=minutes, y=returns, name=label, mode=mode)
+    buttons = [
+        {"label": label, "method": "update",
+         "args": [{"x": [line[column] for line in lines]}, {"xaxis.title.text": label}]}
+        for label, column in (("minutes", 1), ("frames", 2))
+    ]  # fmt: skip
+    figure.update_layout(
+        template="none", height=380, margin={"l": 55, "r": 15, "t": 45, "b": 45},
+        xaxis_title="minutes", yaxis_title="return", paper_bgcolor="white",
+        legend={"orientation": "h", "y": -0.25},
+        updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons,
+                      "x": 0, "y": 1.15, "xanchor": "left"}],
+    )  # fmt: skip
+    drawn = figure.to_html(
+        full_html=False, include_plotlyjs=False, div_id=f"curve-{name}",
+        config={"displaylogo": False, "responsive": True},
+    )  # fmt: skip
+    return f"### {name}\n\n{drawn}\n\n{_made_by(name)}"
+
+
+def _made_by(name: str) -> str:
+    report = json.loads((RESULTS / f"{name}.json").read_text())
+    note = f"It says of itself: {report['note']}. " if report.get("note") else ""
+    file = f"files/benchmarks/results/{name}.json"
+    return f"{note}[The raw numbers]({file}), made by {_commands(name)}."
+
+
+def _commands(name: str) -> str:
+    """The commands of claims.toml that write a file."""
+    known = tomllib.loads((ROOT / "claims.toml").read_text())["measurement"]
+    made = [
+        f"`make reproduce CLAIM={claim}`" if "\n" in entry["command"] else
+        f"`{re.sub(r' *--json [{]json[}]', '', entry['command']).strip()}`"
+        for claim, entry in known.items() if entry.get("file", f"{claim}.json") == f"{name}.json"
+    ]  # fmt: skip
+    return ", ".join(made) or "hand ([how](benchmarks.md))"
+
+
+def _table() -> str:
+    rows = ["| file | made by | when, and at which commit |", "|---|---|---|"]
+    for name, report in _reports():
+        machine = report.get("machine", {})
+        when = str(machine.get("time", ""))[:10]
+        rows.append(
+            f"| [{name}](files/benchmarks/results/{name}.json) | {_commands(name)} "
+            f"| {when} {machine.get('commit') or ''} |"
+        )
+    return "\n".join(rows)
