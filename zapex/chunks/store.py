@@ -259,6 +259,7 @@ class ChunkStore:
         self.header_rows: NDArray[np.int64] = sections["headers"].view(self.mem)
         self.headers = self.header_rows.reshape(-1)
         self._arguments: dict[tuple[int, int], tuple[BatchLayout, GatherArguments]] = {}
+        self._columns: dict[str, NDArray[Any]] = {}
 
     @staticmethod
     def required_bytes(layout: ChunkLayout, slots: int) -> int:
@@ -276,7 +277,20 @@ class ChunkStore:
 
     def column(self, slot: int, name: str) -> NDArray[Any]:
         """A section of a slot's chunk as an array (a view)."""
-        return self.layout.column(name, self.mem, self.body(slot))
+        of_all = self._columns.get(name)
+        if of_all is None:
+            of_all = self._columns[name] = self._column_of_all(name)
+        row: NDArray[Any] = of_all[slot]
+        return row
+
+    def _column_of_all(self, name: str) -> NDArray[Any]:
+        """A section of every slot: (slots, *shape). A row of it is made faster than a new view."""
+        section = self.layout.sections[name]
+        inner = np.empty(section.shape, section.dtype).strides
+        return np.ndarray(
+            (self.slots, *section.shape), section.dtype, self.mem,
+            self.bodies_offset + section.offset, (self.layout.body_bytes, *inner),
+        )  # fmt: skip
 
     def state(self, slot: int) -> int:
         """The state of a slot, with acquire semantics."""

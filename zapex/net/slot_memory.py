@@ -5,8 +5,8 @@ waits to be handled. So a push that is cut, refused or doubled leaves its slot f
 buffers are gone. No header of a slot changes here; only the commit makes a chunk count.
 """
 
-from collections.abc import Iterable, Sequence
-from weakref import WeakValueDictionary
+from collections.abc import Collection, Iterable, Sequence
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,10 @@ class SlotMemory:
         self._store, layout = store, store.layout
         sections = [layout.sections[name] for name in layout.schema.obs_columns]
         self._columns = [(section.offset, section.nbytes) for section in sections]
-        # Every buffer that `_part` gives keeps the array of its slot's body alive.
-        self._used: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()
+        # By slot, the array of its body. Every buffer that `_part` gives keeps it alive. A plain
+        # dictionary, as a WeakValueDictionary is slow to ask; what has ended leaves it.
+        self._used: dict[int, ref[NDArray[np.uint8]]] = {}
+        self._slots: dict[int, int] = {}  # by the id of such an array, its slot
         self._peers: dict[int, bytes] = {}
 
     def unused(self, slots: Iterable[int]) -> list[int]:
@@ -38,15 +40,26 @@ class SlotMemory:
         """Memory for the first observation column of a peer's push; None: it does not fit."""
         start = self._store.body(slot)
         body = self._store.mem[start : start + self._store.layout.body_bytes]
-        self._used[slot], self._peers[slot] = body, peer
+        used, slots, key = self._used, self._slots, id(body)
+        assert slot not in used
+
+        def end(_: ref[NDArray[np.uint8]]) -> None:
+            del used[slot], slots[key]
+
+        used[slot], slots[key], self._peers[slot] = ref(body, end), slot, peer
         return self._part(body, 0, nbytes)
 
     def go_on(self, parts: Sequence[Buffer], nbytes: int) -> Buffer | None:
         """Memory for the next column of a push, beside these parts; None: they are elsewhere."""
         body = parts[0].obj
-        if not isinstance(body, np.ndarray) or not any(body is one for one in self._used.values()):
+        if self._slot_of(body) is None:
             return None
+        assert isinstance(body, np.ndarray)
         return self._part(body, len(parts), nbytes)
+
+    def _slot_of(self, body: object) -> int | None:
+        """The slot whose body this array is. While it exists, no other object has its id."""
+        return self._slots.get(id(body))
 
     def _part(self, body: NDArray[np.uint8], column: int, nbytes: int) -> Buffer | None:
         if column >= len(self._columns):
@@ -54,9 +67,7 @@ class SlotMemory:
         offset, most = self._columns[column]
         return body.data[offset : offset + nbytes] if nbytes <= most else None
 
-    def slot_of(self, part: Buffer, slots: Iterable[int]) -> int | None:
+    def slot_of(self, part: Buffer, slots: Collection[int]) -> int | None:
         """The slot whose body this is a part of; None: it is none of these slots."""
-        body: object = part.obj
-        if body is None:  # as `get` says of a slot that nothing is received into
-            return None
-        return next((slot for slot in slots if self._used.get(slot) is body), None)
+        slot = self._slot_of(part.obj)
+        return slot if slot in slots else None
