@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.envs.atari_scores import RANDOM_AND_HUMAN
+from zapex.watch.scores import human_share, interquartile
 
-_RESAMPLES = 2_000
 Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
@@ -22,35 +21,10 @@ def groups(runs: Mapping[str, Mapping[str, Any]]) -> Groups:
     return found
 
 
-def interquartile(returns: NDArray[np.float64]) -> tuple[float, float, float]:
-    """The interquartile mean of (runs, games), and its 95 % interval by stratified bootstrap.
-
-    Games are the strata and runs are drawn, as rliable does with (runs, tasks).
-    """
-    from rliable import library, metrics
-
-    def iqm(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.array([metrics.aggregate_iqm(scores)])
-
-    point, interval = library.get_interval_estimates(
-        {"one": returns}, iqm, reps=_RESAMPLES, random_state=np.random.RandomState(0)
-    )
-    low, high = interval["one"][:, 0].tolist()
-    return float(point["one"][0]), low, high
-
-
 def final(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Of one group: the interquartile mean of its runs' mean final returns, and its interval."""
     means = np.array([[np.mean(run["final_returns"])] for run in runs])
     return interquartile(means)
-
-
-def human_share(env: str, score: float) -> float | None:
-    """(score - random) / (human - random); None where these are not known."""
-    game = env.rpartition("/")[2].partition("-")[0]
-    snake = "".join("_" + c.lower() if c.isupper() else c for c in game).lstrip("_")
-    known = RANDOM_AND_HUMAN.get(snake)
-    return None if known is None else (score - known[0]) / (known[1] - known[0])
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:

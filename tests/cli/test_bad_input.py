@@ -176,6 +176,24 @@ train SMALL --samples-per-insert 8 --samples-per-insert-tolerance 9 | 0 chooses 
 train SMALL --eval-episodes 0                | --eval-episodes must be at least 1
 train SMALL --exp 'a/b ../x'                 | --exp must be
 train SMALL --track                          | pip install "zapex[wandb]"
+train SMALL --seeds 1,x                      | --seeds must be numbers with commas, as 1,2,3
+train SMALL --seeds 1,1                      | --seeds must name each seed once
+train SMALL --seeds 1,,2                     | --seeds must be numbers with commas
+train SMALL --seeds 1,2 --resume auto        | needs --run-dir
+plot                                         | `zapex plot` needs a directory: zapex plot RUN ...
+plot nothing                                 | nothing is not a run, and there is none in it
+plot taken --by sed                          | --by must be one of config, seed, got 'sed'
+plot taken --out x.gif                       | --out must end in .png, .svg, .pdf
+plot taken --out no/x.png                    | directory that does not exist
+compare taken                                | needs two runs or more
+compare nothing.toml good.toml               | nothing.toml cannot be read as settings
+runs nothing                                 | there is no directory nothing
+watch nothing                                | nothing is not a run, and there is none in it
+watch --gme                                  | did you mean --game?
+atach                                        | did you mean watch?
+eval run --terminal                          | --video FILE.mp4
+eval run --terminal --render                 | give one of them
+eval run --render                            | there is no display here
 train SMALL --visdom localhost:8097          | --visdom must be like http://localhost:8097
 train SMALL --visdom http://127.0.0.1:1      | start one with `python -m visdom.server`
 # Files and directories.
@@ -281,6 +299,8 @@ def test_a_mistake_is_one_line_that_says_what_to_do(
     if "eval run" in command:
         a_run()
     monkeypatch.setitem(sys.modules, "wandb", None)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
+        monkeypatch.delenv(name, raising=False)
     before = sorted(Path.cwd().rglob("*"))
     words = shlex.split(command.replace("TOY", TOY).replace("SMALL", " ".join(SMALL)))
     assert cli.main(words) == 2

@@ -337,12 +337,12 @@ def blocks(language: str, page: str = "README.md") -> str:
     return "\n".join(re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S))
 
 
+_PAGES = ("install", "commands", "many_hosts", "python", "watching", "comparing", "repeatable")
+
+
 @pytest.mark.parametrize(
     "page",
-    [
-        "README.md",
-        *(f"docs/{n}.md" for n in ("install", "commands", "many_hosts", "python", "watching")),
-    ],
+    ["README.md", *(f"docs/{name}.md" for name in _PAGES)],
 )
 def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str) -> None:
     shell = re.sub(r"#.*|^redis-server .*", "", blocks("sh", page), flags=re.M)
@@ -357,7 +357,19 @@ def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str
         "--video",
     }
     known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run", "--onnx"}
-    known |= {"--game", "--plain", "--terminal", "--render", "--json"}
+    known |= set(
+        [
+            "--seeds",
+            "--by",
+            "--score",
+            "--out",
+            "--game",
+            "--plain",
+            "--terminal",
+            "--render",
+            "--json",
+        ]
+    )
     assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
 
 

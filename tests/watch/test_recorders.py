@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import math
+import os
 import subprocess
 import sys
 import types
@@ -221,6 +222,34 @@ def test_weights_and_biases_gets_every_number_and_the_settings(told, tmp_path):
     assert values.items() >= numbers(snapshot).items()
     assert any("eval/episodic_return" in values for _, values in told["logged"])
     assert told["finished"]
+
+
+def test_weights_and_biases_is_told_project_and_entity_as_cleanrl_names_them(told, tmp_path):
+    fake_run.record([WeightsAndBiases(tmp_path, {}, "mine", "team")], 5, tmp_path)
+    assert (told["project"], told["entity"]) == ("mine", "team")
+    fake_run.record([WeightsAndBiases(tmp_path, {})], 5, tmp_path)
+    assert (told["project"], told["entity"]) == ("zapex", None)
+
+
+def test_weights_and_biases_without_an_account_writes_into_the_runs_directory(tmp_path):
+    pytest.importorskip("wandb", reason='no wandb: pip install "zapex[wandb]"')
+    code = (
+        "import sys; from pathlib import Path; from tests.support import fake_run\n"
+        "from zapex.watch.dashboards import WeightsAndBiases\n"
+        "path = Path(sys.argv[1])\n"
+        "recorder = WeightsAndBiases(path, {'lr': 0.5}, 'mine', 'team')\n"
+        "fake_run.record([recorder], 300, path)\n"
+    )
+    # A process of its own: wandb starts a service that stays as long as Python does.
+    home = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, **home}, timeout=100, check=True,
+    )  # fmt: skip
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    stored = file.read_bytes()
+    for wanted in (b"charts/episodic_return", b"losses/td_loss", b"eval/episodic_return", b"mine"):
+        assert wanted in stored, wanted
 
 
 @pytest.mark.parametrize("full_at_its_start", [True, False])

@@ -113,7 +113,8 @@ def parse(
     """
     kind: Any = type(default)
     given = read(args, flags_of(kind), command, positional)
-    name = positional.upper()
+    many = Ellipsis in flags_of(kind).get(positional, ())
+    name = positional.upper().removesuffix("S") + " ..." if many else positional.upper()
     usage = f"{command} {f'[{name}]' if optional else name}".rstrip()
     if given.keys() & HELP.values():
         show_help(usage, what, vars(default), [kind])

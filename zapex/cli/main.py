@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zapex
-from zapex.cli import balance, hosts, play, saved, watching
+from zapex.cli import balance, comparing, hosts, play, saved, seeds, watching
 from zapex.cli import launch as launches
-from zapex.cli.resolve import MACHINE, findings, prepared, resolve
+from zapex.cli.resolve import MACHINE, Resolved, findings, prepared, resolve
 from zapex.config.settings import Config
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
@@ -27,6 +27,7 @@ from zapex.processes.child import Swallowed
 
 if TYPE_CHECKING:
     from zapex.envs.environments import EnvironmentSpec
+    from zapex.run.collector import Ending
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,16 +131,35 @@ def _overview() -> str:
 
 
 def _train(args: list[str]) -> int:
-    run = resolve(args, "train", "Train on one host until stopped, or until a limit is reached.")
+    what = "Train on one host until stopped, or until a limit is reached."
+    run = resolve(args, "train", what, seeds.TrainOptions)
+    if run.more.seeds:
+        return seeds.in_turn(run, args, _train_again)
+    from zapex.run import train
+
+    return train.train(_told(run), run.spec)
+
+
+def _train_again(args: list[str]) -> "Ending":
+    """One of several runs of this process."""
+    from zapex.run import train
+    from zapex.run.collector import Caller
+
+    caller = Caller(plain=False)
+    run = resolve(args, "train", "", seeds.TrainOptions)
+    return train.ending_of(_told(run), run.spec, caller=caller)
+
+
+def _told(run: Resolved) -> Config:
+    """The settings of a run that can begin, once the user has been told what to expect."""
     config = prepared(run)
     from zapex.config.presets import outlook
-    from zapex.run import train
     from zapex.watch.terminal import print_table
 
     preset = str(run.chosen["preset"].value)
     seen = outlook(preset, run.spec.env_id, config.run.max_minutes, run.spec.atari)
     print_table(f"{_until(config, run.spec)}\n{seen}")
-    return train.train(config, run.spec)
+    return config
 
 
 def _until(config: Config, spec: "EnvironmentSpec") -> str:
@@ -233,6 +253,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "watch": (watching.watch, "the view of a run, from another terminal: zapex watch [RUN]"),
     "eval": (play.command, "evaluate a run's saved network: zapex eval RUN"),
     "export": (saved.command, "a run's network as ONNX: zapex export RUN --onnx FILE"),
+    "plot": (comparing.plot, "scores and curves of runs over their seeds: zapex plot RUN ..."),
+    "compare": (comparing.compare, "what the settings of runs differ in: zapex compare RUN RUN"),
     "replay": (partial(_host, "replay"), "one run on many hosts: keep and serve the experience"),
     "actor": (partial(_host, "actor"), "one run on many hosts: run actors on this host"),
     "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),

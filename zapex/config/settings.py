@@ -197,6 +197,10 @@ class RunConfig(SettingsGroup):
     """Plain lines instead of the live terminal view."""
     track: bool = bounded(False, local=True)
     """Log to Weights & Biases too; needs pip install "zapex[wandb]"."""
+    wandb_project_name: str = bounded("zapex", local=True)
+    """With --track: the project there."""
+    wandb_entity: str = bounded("", local=True)
+    """With --track: the user or team there; empty: your own."""
     visdom: str = bounded("", invocation=True)
     """Show scores, memory and loss in the Visdom at this URL too, as http://localhost:8097."""
 

@@ -42,13 +42,16 @@ _MEANT = {
     "run_dir": "logdir log_dir save_path save_dir output output_dir out checkpoint_dir",
     "samples_per_insert": "train_frequency train_freq gradient_steps replay_ratio utd",
     "seed": "random_seed rng",
+    "plot": "curves draw graph",
     "runs": "ls list ps",
     "stop_at_return": "target_return stop_reward reward_target solved_at",
     "target_period": "target_network_frequency target_update_interval target_update_freq tau",
     "total_timesteps": "timesteps num_timesteps n_timesteps steps num_steps max_steps total_steps",
-    "track": "wandb wandb_project wandb_project_name",
+    "track": "wandb use_wandb",
     "train": "learn fit run start",
     "video": "capture_video record_video film",
+    "wandb_entity": "entity team",
+    "wandb_project_name": "wandb_project project project_name",
     "watch": "attach monitor tail view show",
 }
 SYNONYMS = {word: name for name, words in _MEANT.items() for word in words.split()}

@@ -45,11 +45,12 @@ class Caller:
     """A program that trains by a call, and not by a command.
 
     on_report: called about once a second; the run ends if it returns False. started_ns: when it
-    called, by `perf_counter_ns`.
+    called, by `perf_counter_ns`. plain: never the picture on the terminal.
     """
 
     on_report: Callable[[Report], object] | None = None
     started_ns: int = field(default_factory=time.perf_counter_ns)
+    plain: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,15 @@ class Collector:
             host.ring(name).consumer() if name in plan.rings else None
             for name in ("evaluations", "notices")
         )
-        view = open_view(run.config.run.plain or caller is not None)
+        view = open_view(run.config.run.plain or (caller is not None and caller.plain))
         self._live = isinstance(view, LivePicture)
         written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
         settings = run.config.shared(replays=run.part.holds_replay)
         if run.part.learns:
             written.append(dashboards.TensorBoard(run.run_dir, settings))
         if run.part.learns and run.config.run.track:
-            written.append(dashboards.WeightsAndBiases(run.run_dir, settings))
+            project, entity = run.config.run.wandb_project_name, run.config.run.wandb_entity
+            written.append(dashboards.WeightsAndBiases(run.run_dir, settings, project, entity))
         if run.part.learns and run.config.run.visdom:
             written.append(visdom.Visdom(run.run_dir, run.config.run.visdom))
         every_role = plan.roles + plan.elsewhere

@@ -146,10 +146,16 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The numbers of metrics.jsonl in Weights & Biases; x axis in steps."""
+    """The numbers of metrics.jsonl in Weights & Biases; x axis in steps.
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    entity: the user or team; "": the one that is logged in.
+    """
+
+    def __init__(
+        self, run_dir: Path, settings: Mapping[str, Any], project: str = "zapex", entity: str = ""
+    ) -> None:
         self._run_dir, self._settings = run_dir, settings
+        self._project, self._entity = project, entity
         self._run: Any = None
         with suppress(OSError):  # a full disk: `write` tries again, and its error is reported
             self._open()
@@ -158,8 +164,8 @@ class WeightsAndBiases:
         import wandb
 
         self._run = wandb.init(
-            project="zapex", name=self._run_dir.name, dir=str(self._run_dir),
-            config=dict(self._settings),
+            project=self._project, entity=self._entity or None, name=self._run_dir.name,
+            dir=str(self._run_dir), config=dict(self._settings),
         )  # fmt: skip
 
     def write(
