@@ -357,19 +357,8 @@ def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str
         "--video",
     }
     known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run", "--onnx"}
-    known |= set(
-        [
-            "--seeds",
-            "--by",
-            "--score",
-            "--out",
-            "--game",
-            "--plain",
-            "--terminal",
-            "--render",
-            "--json",
-        ]
-    )
+    known |= {"--game", "--plain", "--terminal", "--render", "--json"}
+    known |= {"--seeds", "--by", "--score", "--out"}
     assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
 
 
