@@ -144,3 +144,21 @@ def test_the_quick_form_measures_waiting_staleness_and_bytes(tmp_path):
     assert packed["batches_per_s"] > narrow["batches_per_s"]
     assert all(codec["batch_ratio"] > 4 for codec in results["compression"])
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(500)
+def test_the_model_of_a_cluster_is_compared_with_points_that_it_has_not_seen(tmp_path):
+    pytest.importorskip("simpy", reason="pip install simpy")
+    figure = tmp_path / "simulate.png"
+    results = quick(tmp_path, "simulate", "--figure", str(figure))
+    assert all(0 < value < 0.1 for name, value in results["times"].items() if name != "sample_s")
+    for row in results["points"]:
+        point, found, said = row["point"], row["measured"], row["predicted"]
+        # No role is faster than its pace, measured or predicted.
+        for rates in (found, said):
+            assert 0 < rates["steps_per_s"] <= 1.01 * point["actors"] * 100 / point["actor_s"]
+            assert 0 < rates["batches_per_s"] <= 1.01 / point["learner_s"]
+            assert rates["push_ms"] > 0
+        assert row["counts"] == (found["load"] <= 0.8)
+    assert figure.read_bytes().startswith(b"\x89PNG")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zapex
-from zapex.cli import balance, comparing, hosts, play, saved, seeds, watching
+from zapex.cli import balance, comparing, hosts, play, saved, seeds, simulate, watching
 from zapex.cli import launch as launches
 from zapex.cli.resolve import MACHINE, Resolved, findings, prepared, resolve
 from zapex.config.settings import Config
@@ -260,6 +260,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),
     "keygen": (hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
     "balance": (balance.command, "measure actors and learner here: how many actors to use"),
+    "simulate": (simulate.command, "model a run on many hosts: how fast, and what to buy"),
     "launch": (launches.launch, "one run on many hosts: have SLURM, Kubernetes or Ray place them"),
     "status": (launches.status, "what the hosts of a launched run do: zapex status [RUN]"),
     "logs": (launches.logs, "what they said: zapex logs ROLE [RUN]"),

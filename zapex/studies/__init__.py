@@ -1,4 +1,5 @@
-"""Studies of this machine: how actors and learner balance on its cores and its GPU.
+"""Studies: how actors and learner balance on this machine, and a model of a run on many hosts.
 
-Imports: agent, chunks, config, envs, errors, machine, processes, roles, run.
+Imports: agent, chunks, config, envs, errors, host, machine, net, processes, replay, roles, run,
+wire, zmq_transport.
 """

@@ -1,0 +1,238 @@
+"""The model of a cluster beside measured points that it has not seen.
+
+    python -m benchmarks.transport.bench_simulate [--seconds 15] [--quick] [--json F] [--figure F]
+
+Paced roles (a real replay server, real links, chunks of Breakout, no torch) work at a given pace:
+an actor sleeps where it would play, pushes 800 transitions and waits until they are acknowledged;
+the learner has two batches asked for ahead and sleeps where it would learn. 1 to 16 actors, without
+and with shaped links (long_link.py: one for all actors, one for the learner).
+
+The model gets the paces, the links and the times that `zapex simulate` measures here
+(studies/calibration.py), and nothing of these points: none of them was used to fit anything. For
+each point: steps a second, batches a second, and the time of a push, measured and predicted. A
+point whose cores were more than 80 % busy is marked and does not count.
+"""
+
+import math
+import mmap
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paper import ends
+from benchmarks.paper.accounts import Account
+from benchmarks.paper.bench_paper import _recorded
+from benchmarks.paper.experience import setting_of
+from benchmarks.paper.points import LOAD_LIMIT, Child, _serve, _until
+from benchmarks.paper.roles import MEASURING, OVER, actor, learner
+from benchmarks.support.harness import arguments, goal, write_json
+from benchmarks.transport.bench_edge import _wait_until_it_listens
+from benchmarks.transport.long_link import Line, LongLink
+from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, warm
+from zapex.config.settings import Config
+from zapex.envs import environments
+from zapex.host.metrics import RoleMetrics
+from zapex.run.run import Run
+from zapex.studies import calibration
+from zapex.studies.cluster import Cluster, Link, Times
+from zapex.studies.simulation import Simulation
+
+GOAL = 0.10
+_START_S = 120.0
+_PORTS = count(7600)
+_PUBLISH_S = 2.0
+DIRECT = Line()
+
+
+@dataclass(frozen=True)
+class Point:
+    """actors: paced by `actor_s` for each push. learner_s: of a step. site, far: the actors' link
+    and the learner's."""
+
+    actors: int
+    actor_s: float
+    learner_s: float
+    site: Line = DIRECT
+    far: Line = DIRECT
+
+    def __str__(self) -> str:
+        text = f"{self.actors} actors each {self.actor_s:g} s, learner {1e3 * self.learner_s:g} ms"
+        for name, line in (("actors", self.site), ("learner", self.far)):
+            text += f", {name}' link {line}" if line != DIRECT else ""
+        return text
+
+
+POINTS = (
+    *(Point(n, 0.2 * max(1, n // 2), 0.1) for n in (1, 2, 4, 8, 16)),
+    Point(4, 1.0, 0.05),
+    *(Point(n, 0.4 * n, 0.2, site=Line(20.0, 400.0)) for n in (1, 4, 8)),
+    Point(8, 0.5, 0.3, site=Line(10.0, 600.0)),
+    *(Point(2, 1.0, 0.1, far=line) for line in (
+        Line(30.0), Line(100.0), Line(5.0, 1000.0), Line(40.0, 600.0))),
+    Point(4, 1.0, 0.2, site=Line(40.0, 400.0), far=Line(40.0, 800.0)),
+)  # fmt: skip
+QUICK_POINTS = (Point(1, 0.3, 0.2), Point(2, 0.5, 0.2, far=Line(60.0, 400.0)))
+
+
+def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> dict[str, Any]:
+    """Rates of a point, and how busy the cores were."""
+    setting = setting_of(point.actors + 1, quick)
+    words = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
+    metrics = np.frombuffer(mmap.mmap(-1, RoleMetrics.required_bytes()), np.uint8)
+    running: dict[str, Child] = {}
+    with ExitStack() as stack:
+
+        def begin(role: str, work: Any) -> None:
+            running[role] = Child(work)
+            stack.callback(running[role].kill)
+
+        port = next(_PORTS)
+        begin("server", lambda: _serve(setting, f"tcp://127.0.0.1:{port}", metrics, None))
+        _wait_until_it_listens(port)
+        links = [stack.enter_context(LongLink(port)) if line != DIRECT else None
+                 for line in (point.site, point.far)]  # fmt: skip
+        site, far = (f"tcp://127.0.0.1:{link.port if link else port}" for link in links)
+        every = max(1, round(_PUBLISH_S / point.learner_s))
+        places = list(range(2, 2 + point.actors))
+        begin("learner", lambda: learner(lambda: ends.LinkLearner(setting, far), words, places, 1,
+                                         point.learner_s, every))  # fmt: skip
+        for i in range(point.actors):
+            make = partial(ends.LinkActor, setting, bodies, site, i)
+            begin(f"actor {i}", partial(actor, make, words, 2 + i, point.actor_s))
+        _until(running, lambda: all(words[1 : 2 + point.actors] == MEASURING))
+        for link, line in zip(links, (point.site, point.far), strict=True):
+            if link:
+                link.set(line)
+        time.sleep(1.0 if quick else 4.0)
+        words[0] = MEASURING
+        account = Account({role: child.pid for role, child in running.items()})
+        time.sleep(seconds)
+        words[0] = OVER
+        facts = account.close()
+        found = {r: c.result(_START_S) for r, c in running.items() if r != "server"}
+    return _rates(point, found, facts, sum(setting.rows))
+
+
+def _rates(
+    point: Point, found: dict[str, Any], facts: dict[str, Any], rows: int
+) -> dict[str, Any]:  # fmt: skip
+    """Of the time that whole cycles took, not of the window.
+
+    A paced role stops for new parameters, or to publish them; a real one does not, and the model
+    neither: that time is left out.
+    """
+    actors = [one for role, one in found.items() if role.startswith("actor")]
+    spent = [one["seconds"]["compute"] + one["seconds"]["push"] for one in actors]
+    cycles = [max(1, one["pushes"]) for one in actors]
+    learns = found["learner"]
+    return {
+        "steps_per_s": sum(rows * n / s for n, s in zip(cycles, spent, strict=True)),
+        "batches_per_s": learns["steps"]
+        / sum(s for phase, s in learns["seconds"].items() if phase != "set"),
+        "push_ms": float(np.median([one["ms"]["push"]["median"] for one in actors])),
+        "load": facts["load"],
+        "push_bytes": float(np.mean([one["bytes"]["push"] for one in actors])),
+        "batch_bytes": learns["bytes"]["sample"],
+    }
+
+
+def predicted(point: Point, times: Times, found: dict[str, Any], quick: bool) -> dict[str, float]:
+    """The same from the model. found: of it, only the sizes of the messages are used."""
+    setting = setting_of(point.actors + 1, quick)
+    burst = len(setting.rows)
+    cluster = Cluster(
+        actors=point.actors, per_host=1, rows=sum(setting.rows), play_s=point.actor_s,
+        chunk_bytes=round(found["push_bytes"] / burst), batch=setting.batch,
+        batch_bytes=round(found["batch_bytes"]), parameter_bytes=PARAMETER_BYTES,
+        learn_s=point.learner_s, times=times, burst=burst, ahead=0, prefetch=PREFETCH,
+        publish_s=_PUBLISH_S, site=Link(point.site.mbit / 1e3, point.site.rtt_ms),
+        learner=Link(point.far.mbit / 1e3, point.far.rtt_ms),
+    )  # fmt: skip
+    outcome = Simulation(cluster).run()
+    return {"steps_per_s": outcome.steps_per_s, "batches_per_s": outcome.batches_per_s,
+            "push_ms": 1e3 * outcome.push_s, "limit": outcome.limit,
+            "learner_limit": outcome.learner_limit}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The model of a cluster beside measured points."""
+    parser = arguments(main.__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each point")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the results here")
+    options = parser.parse_args(argv)
+    seconds, points = (3.0, QUICK_POINTS) if options.quick else (options.seconds, POINTS)
+    print(f"{len(points)} points, about {len(points) * (seconds + 20) / 60:.0f} minutes")
+    config = Config().replace(env="ALE/Breakout-v5")
+    spec = environments.check(config.env.env, {})
+    with tempfile.TemporaryDirectory(prefix="zapex-bench-") as place:
+        times, _ = calibration.measure(Run(config, spec, Path(place)), 3 if options.quick else 10)
+    warm()
+    bodies = _recorded(options.quick)
+    rows: list[dict[str, Any]] = []
+    for point in points:
+        try:
+            found = measured(point, bodies, options.quick, seconds)
+        except (RuntimeError, TimeoutError, AssertionError) as error:
+            print(f"  {point}: not measured: {error}", flush=True)
+            continue
+        said = predicted(point, times, found, options.quick)
+        errors = {k: said[k] / found[k] - 1 for k in ("steps_per_s", "batches_per_s", "push_ms")}
+        counts = found["load"] <= LOAD_LIMIT
+        doubt = "" if counts else f"; load {found['load']:.0%}: does not count"
+        rows.append({"point": asdict(point), "measured": found, "predicted": said,
+                     "errors": errors, "counts": counts})  # fmt: skip
+        print(f"  {point}: steps/s {found['steps_per_s']:,.0f} ({errors['steps_per_s']:+.1%}), "
+              f"batches/s {found['batches_per_s']:.2f} ({errors['batches_per_s']:+.1%}), push "
+              f"{found['push_ms']:.0f} ms ({errors['push_ms']:+.0%}){doubt}",
+              flush=True)  # fmt: skip
+    if not rows:
+        print("no point was measured", file=sys.stderr)
+        return 1
+    worst = max((abs(row["errors"][k]) for row in rows if row["counts"]
+                 for k in ("steps_per_s", "batches_per_s")), default=math.nan)  # fmt: skip
+    print(goal("worst error of a rate at points below 80 % load", 100 * worst, 100 * GOAL, " %"))
+    results = {"times": asdict(times), "points": rows, "worst_error": worst}
+    write_json(options, "simulate", results, rounds=1, seconds=seconds)
+    if options.figure:
+        draw(rows, options.figure, options.quick)
+    return 0
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path, quick: bool) -> None:
+    """Predicted against measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.4), dpi=150, layout="constrained")
+    for axes, (key, label) in zip(
+        figure.subplots(1, 3),
+        (("steps_per_s", "steps a second"), ("batches_per_s", "batches a second"),
+         ("push_ms", "a push, ms")),
+        strict=True,
+    ):  # fmt: skip
+        for counts, style, text in (
+            (True, "o", "measured below 80 % load"), (False, "x", "above: does not count"),
+        ):  # fmt: skip
+            some = [row for row in rows if row["counts"] == counts]
+            axes.plot([r["measured"][key] for r in some], [r["predicted"][key] for r in some],
+                      style, ms=5, label=text)  # fmt: skip
+        values = [row[side][key] for row in rows for side in ("measured", "predicted")]
+        ends_ = np.array([0.8 * min(values), 1.25 * max(values)])
+        axes.fill_between(ends_, 0.9 * ends_, 1.1 * ends_, alpha=0.15, label="within 10 %")
+        axes.set(xscale="log", yscale="log", xlabel=f"{label}: measured", ylabel="predicted")
+        axes.legend(fontsize=7)
+    note = "; quick form: not to be relied on" if quick else ""
+    figure.suptitle(f"The model of a cluster at points that it was not fitted to{note}")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
