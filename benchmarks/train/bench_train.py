@@ -6,6 +6,7 @@
     zapex bench train ratio     --peer-python PATH  steps/s at 8 samples a step
     zapex bench train cartpole  [--rounds 5]        seconds to a return of 475
     zapex bench train gathering [--step-ms 3]       batches/s of a learner with a fast GPU's step
+    zapex bench train watchers  [--rounds 10]       what two `zapex watch` beside it cost
 
 Each runs `zapex train` as anybody does and looks at it from outside. Beside the goal of each stands
 what came out: nothing here fails because a machine is slow.
@@ -22,6 +23,7 @@ from benchmarks.train.gathering import gathering
 from benchmarks.train.ratio import ratio
 from benchmarks.train.shares import shares
 from benchmarks.train.startup import startup
+from benchmarks.train.watchers import watchers
 from benchmarks.train.whole_run import Result
 from zapex.envs import environments
 from zapex.envs.environments import EnvironmentSpec
@@ -33,6 +35,7 @@ MEASUREMENTS: dict[str, Callable[[Namespace, EnvironmentSpec], Result]] = {
     "ratio": ratio,
     "cartpole": cartpole,
     "gathering": gathering,
+    "watchers": watchers,
 }
 ROUNDS = {
     "shares": (5, 1),
@@ -41,12 +44,13 @@ ROUNDS = {
     "ratio": (5, 1),
     "cartpole": (5, 1),
     "gathering": (5, 1),
+    "watchers": (10, 1),
 }
 """Rounds, runs or seeds: of the whole measurement, and of its quick form."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """What a whole training run costs and brings, in six measurements."""
+    """What a whole training run costs and brings, in seven measurements."""
     parser = arguments(main.__doc__ or "")
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("--env", default="", help="another environment (shares, acting, startup)")

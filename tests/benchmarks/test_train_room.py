@@ -146,3 +146,14 @@ def test_many_actors_commit_chunks_while_looks_and_ticks_are_timed(tmp_path: Pat
     assert results["actors"] == 8
     for name in ("replay_look_us", "replay_cycle_us", "parent_tick_ms"):
         assert results[name]["n"] > 10
+
+
+def test_a_run_is_measured_with_two_watchers_and_without(tmp_path: Path) -> None:
+    results = quick(tmp_path, "train", "watchers")
+    check_figures(results)
+    assert results["watchers"] == 2
+    for name in ("frames", "batches"):
+        found = results[name]
+        (share,) = found["share_by_round"]
+        assert share == found["share"]
+        assert share == pytest.approx(found["watched_per_s"][0] / found["alone_per_s"][0])

@@ -112,6 +112,13 @@ def test_the_table_has_the_newest_run_first_and_never_cuts_a_name(tmp_path):
     assert "ALE/Breakout-v5" in runs.table([runs.look(run)], 120)[1]
 
 
+def test_runs_of_several_seeds_are_listed_too(tmp_path):
+    for name in ("base/seed-1", "base/seed-2", "base/logs", "other"):
+        a_run(tmp_path / name)
+    found = {str(path.relative_to(tmp_path)) for path in runs.runs_in(tmp_path)}
+    assert found == {"base/seed-1", "base/seed-2", "other"}
+
+
 def test_the_facts_of_runs_are_json_without_nan(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()

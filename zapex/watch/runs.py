@@ -88,7 +88,8 @@ def runs_in(directory: Path) -> list[Path]:
     """The runs in a directory, or the directory itself; the one written last comes first."""
     if (directory / SETTINGS_FILE).is_file():
         return [directory]
-    found = [path.parent for path in directory.glob(f"*/{SETTINGS_FILE}")]
+    patterns = (f"*/{SETTINGS_FILE}", f"*/seed-*/{SETTINGS_FILE}")  # `--seeds` makes the second
+    found = [path.parent for pattern in patterns for path in directory.glob(pattern)]
     return sorted(found, key=_written_s, reverse=True)
 
 
