@@ -13,6 +13,7 @@ block another role:
     evaluations   evaluator -> parent   mean returns
     episodes      relay, replay, learner -> parent   finished episodes of all known hosts
     notices       relay, replay, learner -> parent   messages about the network for the user
+    exchange      actors <-> inference  observations, and their Q values
     parameters    learner -> all roles  the newest, in a mailbox; on an actor host its relay writes
     incarnations  parent -> all roles   one for each role, 0 while it has no process
     sleeping      a word for each role  1 while it waits on its eventfd
@@ -30,6 +31,7 @@ from zapex.chunks.store import ChunkStore
 from zapex.errors import PeerError
 from zapex.host.metrics import Role, RoleMetrics
 from zapex.host.plan import GRANT, STRIDE_WORDS, HostPlan
+from zapex.machine.exchange import Exchange
 from zapex.machine.mailbox import Mailbox, find_changed_kernel, load_kernel, store_kernel
 from zapex.machine.segment import map_ahead
 from zapex.machine.waiting import Waker
@@ -49,7 +51,6 @@ class HostMemory:
         plan: the processes, and the layout of the memory.
         control: uint8 block of rings, mailbox and metrics words, `plan.nbytes` long.
         experience: uint8 block of chunk slots and leaf priorities.
-        eventfds: one for each of `plan.roles`.
         create: make new rings, mailbox and metrics; otherwise attach to them.
     """
 
@@ -67,6 +68,8 @@ class HostMemory:
             for name, role in self.plan.roles + self.plan.elsewhere:
                 RoleMetrics(self.plan.place(self.control, f"metrics {name}"), role, create=True)
             self.mailbox(create=True)
+            if self.plan.exchange is not None:
+                Exchange(self.part_of("exchange"), self.plan.exchange, create=True)
 
     def ring(self, name: str) -> ShmRing:
         """The ring of this name."""
@@ -337,8 +340,7 @@ class ShmSampleSink:
         # a request that is already answered. A second answer would be one batch too many.
         answered = self.issued - self._requests.ring.head
         if answered > 0:
-            self._requests.poll(answered)
-            self._requests.release(answered)
+            self._requests.take(answered)
 
     def ready(self) -> bool:
         """Whether there are new updates."""
@@ -369,8 +371,7 @@ class ShmSampleSink:
         sequence = self._answers.try_claim(1)
         if sequence < 0:
             raise PeerError("more batches were asked for than the ring of answers holds")
-        ring = self._answers.ring
-        record = ring.record(sequence)
+        record = self._answers.ring.record(sequence)
         record["count"] = draw.count
         draw.write(record["draw"])
         # STEP answer-written

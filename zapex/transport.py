@@ -94,6 +94,42 @@ class ParameterSource(Protocol):
         """
 
 
+class ValueSource(Protocol):
+    """Gives an actor the Q values of its observations.
+
+    The caller's loop, with one question at a time:
+
+    values.ask(obs)
+    while (answer := values.take()) is None:
+        wait(values.answered, timeout_s)
+    """
+
+    phase: str
+    """The actor's phase while it waits for an answer."""
+
+    def ask(self, obs: NDArray[np.generic]) -> None:
+        """Ask about observations (S, *observation_shape), which stay as they are meanwhile."""
+
+    def answered(self) -> bool:
+        """Whether `take` may return an answer."""
+
+    def take(self) -> tuple[NDArray[np.float32], int] | None:
+        """The values (S, num_actions) and the version of the parameters they are of; or None."""
+
+
+class QuestionSource(Protocol):
+    """Gives the inference role the questions of its host's actors."""
+
+    def find(self) -> NDArray[np.int64]:
+        """The actors with an open question; valid until the next call."""
+
+    def items(self, places: NDArray[np.int64]) -> NDArray[np.generic]:
+        """Their observations (n * S, *observation_shape)."""
+
+    def answer(self, values: NDArray[np.float32], note: int) -> None:
+        """Answer what `find` found: (n * S, num_actions), and the version of the parameters."""
+
+
 class ParameterSink(Protocol):
     """Takes the parameters that a learner publishes."""
 

@@ -73,7 +73,8 @@ def _bare_loop(run: TrainRun, spec: EnvironmentSpec) -> Callable[[float], tuple[
     """
     import torch
 
-    from zapex.agent.policy import Policy, epsilon_greedy, epsilon_ladder
+    from zapex.agent.exploration import epsilon_greedy, epsilon_ladder
+    from zapex.agent.policy import Policy
     from zapex.envs import streams
     from zapex.run.run import Run
 

@@ -1,8 +1,9 @@
 """A learner over a device that copies late, over one that only counts, and over a GPU."""
 
+import itertools
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import zapex.roles.learner
 from tests.support.late_device import Counting, LateQueues, MetaQueues, Misuse, random_batch
 from zapex.agent import networks
 from zapex.agent.device import CudaQueues, Device
-from zapex.agent.device_policy import DevicePolicy
+from zapex.agent.device_policy import DevicePolicy, Sizes
 from zapex.agent.learning import DQN
 from zapex.agent.pipeline import Pipeline
 from zapex.agent.policy import Policy
@@ -372,3 +373,38 @@ def test_acting_on_a_device_waits_for_nothing_but_the_result() -> None:
 @pytest.mark.parametrize("schema", [IMAGES, VECTORS])
 def test_a_gpu_acts_the_same(schema: Schema) -> None:
     act_and_compare(CudaQueues(torch.device("cuda")), schema, 1e-2)
+
+
+def check_sizes(device: str, queues: Callable[[], Any], tolerance: float) -> None:
+    """Groups of two, in any number: the values are those of the rows that were asked for."""
+    column, rng, made = VECTORS.obs_columns["obs"], np.random.default_rng(1), []
+    network = dqn_on(device, VECTORS).online
+    ours = Policy(dqn_on("cpu", VECTORS).online)
+
+    def make(streams: int) -> DevicePolicy:
+        made.append(streams)
+        return DevicePolicy(network, queues(), streams, np.dtype(column.dtype))
+
+    theirs = Sizes(make, network, 2)
+    # Each size often enough that a GPU records it as a graph.
+    for turn, groups in enumerate([1, 3, 4, 2, 5, 1, 7, 8, 3] * 5):
+        obs = rng.normal(size=(2 * groups, *column.value_shape)).astype(column.dtype)
+        if turn % 3 == 2:
+            parameters = rng.normal(0, 0.1, len(network.flat)).astype(np.float32)
+            theirs.load_flat(parameters)
+            ours.load_flat(parameters)
+        q = theirs.q_values(obs)
+        assert q.shape == (2 * groups, ACTIONS)
+        np.testing.assert_allclose(q, ours.q_values(obs), rtol=tolerance, atol=tolerance)
+    assert made == [2, 8, 4, 16]
+
+
+def test_a_changing_number_of_observations_is_computed_in_sizes_that_repeat() -> None:
+    seeds = itertools.count()
+    check_sizes("cpu", lambda: LateQueues(next(seeds)), 1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_gpu_computes_a_changing_number_of_observations() -> None:
+    check_sizes("cuda", lambda: CudaQueues(torch.device("cuda")), 1e-2)

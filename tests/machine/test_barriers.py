@@ -71,7 +71,11 @@ ACCEPT = Kernel("zapex.machine.mailbox", "load_kernel", (WORDS, int64), ["load a
 STATE = Kernel(
     "zapex.chunks.store", "set_state_kernel", (WORDS, int64, int64), ["store release"], ["stlr"]
 )
-KERNELS = [CLAIM, COMMIT, POLL, RELEASE, PUBLISH, READ, SLEEP, WAKE, EVICT, ACCEPT, STATE]
+FIND = Kernel(
+    "zapex.machine.exchange", "_open_kernel", (WORDS, int64),
+    ["load acquire", "load monotonic"], ["ldar"],
+)  # fmt: skip
+KERNELS = [CLAIM, COMMIT, POLL, RELEASE, PUBLISH, READ, SLEEP, WAKE, EVICT, ACCEPT, STATE, FIND]
 
 # (model, its rule) -> the kernel, and the lines of its source that say it, with others instead.
 RULES = {
@@ -94,6 +98,8 @@ RULES = {
     ("sleep", "NO_WAITER_FENCE"): (SLEEP, "    fence_full()  # SYNC sleep: the store", "    #"),
     ("sleep", "NO_WAKER_FENCE"): (WAKE, "    fence_full()  # SYNC sleep: the publish", "    #"),
     ("slots", "NO_GENERATION_FIRST"): (EVICT, "    fence_release()", "    pass"),
+    ("exchange", "NO_ACQUIRE_ASKED"): (
+        FIND, "load_acquire(words, asked)", "load_relaxed(words, asked)"),
 }  # fmt: skip
 # Of these the orderings are in a larger kernel (below), or in Python.
 ELSEWHERE = {
@@ -101,6 +107,8 @@ ELSEWHERE = {
     ("slots", "NO_ACQUIRE_FENCE"), ("slots", "NO_RECHECK"), ("slots", "NO_RELEASE_COMMIT"),
     ("slots", "NO_FIRST_LOOK"), ("slots", "NO_GRANT_CHECK"), ("slots", "NO_PIDFD"),
     *(("answers", rule) for rule in NEEDED["answers"]),
+    # Its other stores and loads are those of ACCEPT and STATE, called by Python in their order.
+    *(("exchange", rule) for rule in NEEDED["exchange"] if rule != "NO_ACQUIRE_ASKED"),
 }  # fmt: skip
 
 

@@ -53,6 +53,11 @@ def test_memory_counts_the_processes_beside_the_replay(machine):
     assert few.mend.startswith("lower --capacity to 88 % of what it is")
 
 
+def test_actors_without_torch_need_less_memory(machine):
+    light = finding("memory", check(7 * GIB, 4, without_torch=3, root=machine))
+    assert (light.enough, light.needed) == (True, "7.7 GiB")
+
+
 def test_the_limit_of_a_container_is_the_memory_there_is(machine):
     write(machine, "proc/self/cgroup", "0::/\n")
     write(machine, "sys/fs/cgroup/memory.max", str(2 * GIB))

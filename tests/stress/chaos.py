@@ -24,7 +24,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--kills", help="end at so many of actors, replay, learner: 1000,300,300")
+    parser.add_argument(
+        "--kills", help="end at so many of actors, replay, learner, inference: 9,3,3,3"
+    )
     parser.add_argument("--only", default="", help='one fault: "replay: slot-granted"')
     parser.add_argument("--capacity", type=int, default=512, help="transitions")
     parser.add_argument("--chunk", type=int, default=8, help="transitions a chunk")
@@ -48,7 +50,7 @@ def main() -> int:
     kills: dict[str, int] = {}
     if options.kills:
         counts = [int(count) for count in options.kills.split(",")]
-        kills = dict(zip(("actor", "replay", "learner"), counts, strict=True))
+        kills = dict(zip(("actor", "replay", "learner", "inference"), counts, strict=True))
     try:
         facts = run(seed, 60 * options.minutes, kills, **settings)
     except (Violation, Stuck) as error:

@@ -39,20 +39,25 @@ from zapex.chunks.layout import (
     STREAM,
     BatchLayout,
 )
+from zapex.host.parts import PARTS
+from zapex.machine.exchange import Exchange, ExchangeShape
 from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.processes.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
+from zapex.roles.inference import Inference
 from zapex.roles.intake import Intake
 from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
+from zapex.roles.values import Pull
 from zapex.shm_ring import ShmRing
 from zapex.shm_transport import HostMemory, HostPlan
 from zapex.transport import Sampled
 
 ACTORS, STREAMS, BATCH, PREFETCH = 3, 2, 16, 3
 PARAMETER_BYTES = 64 << 10
+QUESTIONS = ExchangeShape(ACTORS, STREAMS, (64,), "<i8", 64)
 AUDIT = np.dtype(
     [(name, np.int64) for name in ("commit_sequence", "actor", "incarnation", "sequence", "stream",
                                    "first", "count", "slot")]
@@ -86,6 +91,7 @@ class World:
             replay=ReplayLayout(SCHEMA, self.capacity, ACTORS * STREAMS, self.chunk),
             actors=ACTORS, envs_per_actor=STREAMS, batch_size=BATCH, prefetch=PREFETCH,
             parameter_bytes=PARAMETER_BYTES, beta=0.4, eval_episodes=1,
+            part=PARTS["all"].acting("central"), exchange=QUESTIONS,
         )  # fmt: skip
         eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in plan.roles]
         self._segments = [
@@ -139,6 +145,8 @@ class ChaosActor:
         self._counter[COMMITTED_OF] = incarnation
         self._value = np.empty(PARAMETER_BYTES, np.uint8)
         self._version = 0
+        exchange = Exchange(host.part_of("exchange"), QUESTIONS)
+        self._values = exchange.asker(actor, host.waker("inference").wake)
         self._playing = self._play()
 
     def do_work(self) -> int:
@@ -146,7 +154,7 @@ class ChaosActor:
         return next(self._playing)
 
     def ready(self) -> bool:
-        return self._sink.ready()
+        return self._values.answered() if self._values.waits else self._sink.ready()
 
     def close(self) -> None:
         """Hand over what is half a chunk."""
@@ -198,7 +206,19 @@ class ChaosActor:
                 yield from self._until_done(lambda m=last, o=first: builder.begin(m, {"obs": o}))
             if numbers[0] % 16 == 0:
                 self._read_parameters()
+                if self._version:  # without parameters nobody is answered
+                    yield from self._ask()
             yield 1
+
+    def _ask(self) -> Iterator[int]:
+        """What this life asks is answered, and with nothing else than its own answer."""
+        words = self._stamps[:, [1, 3]].sum(axis=1) % 100_003 * 10 + self._stamps[:, 0]
+        items = np.repeat(words[:, None], QUESTIONS.item[0], axis=1)
+        self._values.ask(items)
+        while (answer := self._values.take()) is None:
+            yield 0
+        if (answer[0] != judged(items)).any():
+            raise Violation(f"foreign: {answer[0][:, :2].tolist()} for {words.tolist()}")
 
     def _read_parameters(self) -> None:
         version = self._parameters.newer_than(self._version, self._value)
@@ -210,6 +230,39 @@ class ChaosActor:
                 )
             self._version = version
             self._counter[VALUES_CHECKED] += 1
+
+
+def judged(items: NDArray[Any]) -> NDArray[np.float32]:
+    """Values that only these items have; float32 holds them."""
+    return items.astype(np.float32) + np.arange(QUESTIONS.width, dtype=np.float32)
+
+
+class Judge:
+    """A policy that checks its parameters, and whose values say what was asked."""
+
+    def __init__(self, counter: NDArray[np.int64]) -> None:
+        self._counter = counter
+
+    def load_flat(self, buffer: Any) -> None:
+        words = buffer.view(np.int64)
+        if (words != words[0]).any():
+            raise Violation(f"torn: parameters hold {sorted(set(words.tolist()))[:4]}")
+        self._counter[VALUES_CHECKED] += 1
+
+    def q_values(self, obs: NDArray[Any]) -> NDArray[np.float32]:
+        return judged(obs)
+
+
+def make_inference(world: World) -> Inference:
+    """The real duty cycle around a network that only checks."""
+    host, metrics = world.host, world.host.metrics("inference")
+    policy: Any = Judge(world.counter("inference"))
+    pull = Pull(policy, host.mailbox(), metrics, period=2, parameter_bytes=PARAMETER_BYTES)
+    wakers = [host.waker(f"actor {i}").wake for i in range(ACTORS)]
+    return Inference(
+        Exchange(host.part_of("exchange"), QUESTIONS).answerer(wakers), policy, pull, metrics,
+        streams=STREAMS,
+    )  # fmt: skip
 
 
 class WatchedSource:
@@ -336,6 +389,8 @@ def make_role(world: World, name: str, incarnation: int) -> Any:
         return make_replay(world)[0]
     if name == "learner":
         return make_learner(world)
+    if name == "inference":
+        return make_inference(world)
     return ChaosActor(world, int(name.split()[1]), incarnation)
 
 

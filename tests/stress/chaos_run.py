@@ -54,7 +54,8 @@ RINGS = ["ring-written", "ring-committed", "ring-read", "ring-released"]
 STEPS = {
     "actor": [
         *RINGS, "grants-taken", "slot-opened", "frame-written", "row-written", "chunk-stamped",
-        "chunk-committed", "chunks-announced", "value-copied",
+        "chunk-committed", "chunks-announced", "value-copied", "question-written",
+        "question-asked",
     ],
     "replay": [
         *RINGS, "commits-taken", "leaves-set", "accept-stamped", "slot-live", "leaves-cleared",
@@ -67,6 +68,7 @@ STEPS = {
         "batch-requested", "columns-copied", "rows-copied", "batch-gathered", "batch-released",
         "update-written", "update-sent",
     ],
+    "inference": ["values-written", "question-answered", "value-copied"],
 }  # fmt: skip
 
 
@@ -195,8 +197,9 @@ class Result:
     kills_at: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
     back_s: dict[str, list[float]] = field(default_factory=lambda: {
-        "slots": [], "actor": [], "replay": [], "learner": [],
-        "slots, replay up": [], "replay, learner up": [], "learner, replay up": [],
+        "slots": [], "actor": [], "replay": [], "learner": [], "inference": [],
+        "inference, replay up": [], "slots, replay up": [], "replay, learner up": [],
+        "learner, replay up": [],
     })  # fmt: skip
 
 
@@ -231,6 +234,7 @@ class Chaos:
             "replay": self.host.ring("answers"),
             "learner": self.host.ring("answers"),
         }
+        self._answers = self.host.metrics("inference")
 
     def fill(self) -> None:
         """Begin with a full memory."""
@@ -293,6 +297,8 @@ class Chaos:
         """A word that grows when the role does its work: a ring that only it moves."""
         if role.kind == "actor":
             return int(self._words["actor"][int(role.name.split()[1])].tail)
+        if role.kind == "inference":
+            return int(self._answers.value("answers"))
         ring = self._words[role.kind]
         return int(ring.tail if role.kind == "replay" else ring.head)
 

@@ -1,6 +1,6 @@
 """`zapex train`, its real roles killed at random times: losses, torn rows, seconds until all works.
 
-    python -m tests.stress.role_kills [--kills 30] [--atari] [--seed 1] [--json FILE]
+    python -m tests.stress.role_kills [--kills 30] [--atari] [--central] [--seed 1] [--json FILE]
 
 Looks on from outside, through the memory that the run's parent holds. The memory is large enough
 that nothing is evicted, so that after every kill each chunk that was ever seen live must be there,
@@ -9,6 +9,7 @@ all, from its first step on, without a gap and none twice.
 
 --atari: Breakout with the laptop's settings, and an evaluator. Its seconds are those of a real run,
 but its transitions do not say who made them: whole chunks are checked, and not their contents.
+--central: the actors ask an inference role, which is killed too.
 """
 
 import argparse
@@ -47,10 +48,10 @@ ATARI = (
     " --learning-starts 2k --samples-per-insert 8 --eval-period-s 5 --eval-episodes 1"
     " --checkpoint-minutes 0.2 --max-frames 0 --max-minutes 0"
 )
-ROLES = ("actor 0", "actor 1", "replay", "learner", "evaluator")
+ROLES = ("actor 0", "actor 1", "replay", "learner", "evaluator", "inference")
 _SHORT_S = 10.5  # of the supervisor's ten: a death after that is followed by 0.1 s, not more
 _STUCK_S = 180.0  # Atari on a crowded machine takes one
-_WORK = {"actor": "steps", "learner": "batches", "evaluator": "steps"}
+_WORK = {"actor": "steps", "learner": "batches", "evaluator": "steps", "inference": "answers"}
 
 
 class Auditor(ChunkAudit):
@@ -167,7 +168,7 @@ class Nemesis:
             times["learning_s"] = time.monotonic() - began
             times["learning_beside_loading_s"] = times["started_s"] + time.monotonic() - loaded
         else:  # an evaluator plays, too
-            self.wait(lambda: self.run.count(name, "steps") > done, "playing again")
+            self.wait(lambda: self.run.count(name, _WORK[role]) > done, "playing again")
             times["playing_s"] = time.monotonic() - began
         return name, times
 
@@ -186,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--atari", action="store_true", help="Breakout, and an evaluator")
+    parser.add_argument("--central", action="store_true", help="with an inference role")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to this file")
     options = parser.parse_args(argv)
@@ -193,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     times: dict[str, list[float]] = defaultdict(list)
     killed: Counter[str] = Counter()
     env, flags = (ATARI_ENV, ATARI) if options.atari else (ENV, RUN)
+    if options.central:
+        flags += " --inference central --inference-device cpu"
     with TrainRun(environments.check(env), flags.split(), {"PYTHONPATH": str(Path.cwd())}) as run:
         run.wait_until(lambda: run.count("learner", "batches") > 0, START_S)
         auditor = Auditor(run, env)
@@ -235,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(json.dumps(result, indent=1))
     if options.json:
-        name = "role_kills_atari" if options.atari else "role_kills"
+        name = "role_kills" + "_atari" * options.atari + "_central" * options.central
         add_json(options.json, "plane", name, result, evidence(watch, None))
     return 0
 

@@ -32,7 +32,7 @@ def chaos(*arguments: object, fails: bool = False) -> dict[str, Any]:
 @pytest.mark.scenario
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_torn_foreign_doubled_or_stuck_whoever_is_killed_wherever() -> None:
-    facts = chaos("--kills", "60,25,25", "--minutes", 2, "--seed", 1)
+    facts = chaos("--kills", "60,25,25,25", "--minutes", 2, "--seed", 1)
     assert all(facts["kills"][kind] >= 25 for kind in STEPS)
     assert facts["stops"]
     assert facts["transitions_accounted"] > 1000
@@ -43,14 +43,14 @@ def test_nothing_is_lost_torn_foreign_doubled_or_stuck_whoever_is_killed_whereve
 @pytest.mark.scenario
 @pytest.mark.timeout(300)
 def test_a_replay_that_dies_between_granting_and_sending_loses_no_slot() -> None:
-    facts = chaos("--only", "replay: slot-granted", "--kills", "0,40,0", "--seed", 2)
+    facts = chaos("--only", "replay: slot-granted", "--kills", "0,40,0,0", "--seed", 2)
     assert facts["at_steps"] == {"replay: slot-granted": facts["kills"]["replay"]}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_every_named_step_is_survived() -> None:
-    facts = chaos("--kills", "1000,300,300", "--minutes", 20, "--seed", 3)
+    facts = chaos("--kills", "1000,300,300,300", "--minutes", 20, "--seed", 3)
     wanted = {f"{kind}: {step}" for kind, named in STEPS.items() for step in named}
     assert wanted <= facts["at_steps"].keys()
     assert facts["back_s"]["slots"]["p99"] < 1.0
@@ -79,7 +79,7 @@ def test_a_seed_repeats_the_schedule_of_every_nemesis() -> None:
     assert beginning(7, "actor 0") != beginning(7, "actor 1")
 
 
-@pytest.mark.parametrize("name", ["actor 0", "replay", "learner"])
+@pytest.mark.parametrize("name", ["actor 0", "replay", "learner", "inference"])
 def test_a_nemesis_comes_to_every_step_of_its_role(name: str) -> None:
     faults = list(itertools.islice(schedule(1, name, 0.25), 400))
     assert {fault.step for fault in faults} == {None, *STEPS[name.partition(" ")[0]]}

@@ -25,6 +25,15 @@ NEEDED = {
         "NO_STAMP",
         "NO_STAMP_FENCE",
     ],
+    "exchange": [
+        "NO_ACQUIRE_ANSWERED",
+        "NO_ACQUIRE_ASKED",
+        "NO_GROWTH",
+        "NO_NUMBER_FIRST",
+        "NO_OWN_NUMBER",
+        "NO_RELEASE_ANSWERED",
+        "NO_RELEASE_ASKED",
+    ],
     "answers": ["NO_APPLY_FIRST", "NO_OWN_WORDS", "NO_PAIRING"],
     "sleep": ["NO_SLEEP_LIMIT", "NO_WAITER_FENCE", "NO_WAKER_FENCE"],
     "slots": [

@@ -50,8 +50,9 @@ def test_a_name_in_dev_shm_is_found_by_who_holds_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_six_kills_of_real_roles_lose_nothing() -> None:
-    run("role_kills", "--kills", 6, "--seed", 7, timeout_s=600)
+@pytest.mark.parametrize("where", [(), ("--central",)])
+def test_six_kills_of_real_roles_lose_nothing(where: tuple[str, ...]) -> None:
+    run("role_kills", "--kills", 6, "--seed", 7, *where, timeout_s=600)
 
 
 @pytest.mark.slow

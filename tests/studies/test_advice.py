@@ -94,6 +94,14 @@ def test_actors_compute_where_they_are_faster():
     assert "--inference gpu" in "\n".join(advice.lines(found, advised))
 
 
+def test_one_role_for_all_may_be_the_fastest_place():
+    models = {"cpu": MODEL, "central": Model(3e-4, 1e-4, 0.01, 1.0, 16)}
+    found = result("cuda", {1: 800.0}, models)
+    advised = advice.advise(found, Config(), SPEC, Machine(16, 2**36, 1, gpu=H200), 16)
+    assert advised.inference == "central"
+    assert "--inference central" in "\n".join(advice.lines(found, advised))
+
+
 def test_a_busy_machine_and_a_given_time_are_told():
     found = result("paced", {0: 5.5}, foreign=0.4)
     advised = advice.advise(found, Config(), SPEC, Machine(4, 2**34, 0), 4)

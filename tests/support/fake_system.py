@@ -33,6 +33,7 @@ from zapex.envs.streams import Episode, Step
 from zapex.roles.actor import Actor
 from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
+from zapex.roles.values import OwnValues, Pull
 from zapex.run.run import Clock, Run
 from zapex.run.topology import Start, make_replay
 from zapex.shm_transport import HostMemory
@@ -296,18 +297,20 @@ class System:
             first_stream=first,
             max_chunk_age_steps=self.config.actor.max_chunk_age_steps,
         )
+        metrics = self.host.metrics(name)
+        pull = Pull(
+            policy, self.host.mailbox(), metrics, period=self.config.actor.param_period,
+            parameter_bytes=self.plan.parameter_bytes,
+        )  # fmt: skip
         self.roles[name] = Actor(
             streams,
-            policy,
+            OwnValues(policy, pull, metrics),
             sink,
-            self.host.mailbox(),
             builder,
-            self.host.metrics(name),
+            metrics,
             self.host.ring(f"episodes {actor}").producer().try_offer,
             epsilons=np.full(size, 0.5),
             first_stream=first,
-            param_steps=self.config.actor.param_period,
-            parameter_bytes=self.plan.parameter_bytes,
             reward_clip=self.config.env.reward_clip,
             priorities=self.config.replay.initial_priority == "actor",
             rng=np.random.default_rng(life),

@@ -225,3 +225,25 @@ def downscaled(image, size=84):
         return np.clip(covered, 0.0, 1.0) * size / length
 
     return weights(image.shape[0]) @ image @ weights(image.shape[1]).T
+
+
+class NaiveExchange:
+    """Open questions and answers as dicts, each with the life of who asked."""
+
+    def __init__(self):
+        self.open, self.answers, self.life = {}, {}, {}
+
+    def begin(self, place):
+        self.life[place] = self.life.get(place, 0) + 1
+
+    def ask(self, place, items):
+        self.open[place] = (self.life[place], items.copy())
+
+    def answer(self, judge, note):
+        for place, (life, items) in self.open.items():
+            self.answers[place] = (life, judge(items), note)
+        self.open.clear()
+
+    def take(self, place):
+        life, values, note = self.answers.pop(place, (None, None, None))
+        return (values, note) if life == self.life[place] else None

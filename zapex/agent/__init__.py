@@ -1,4 +1,4 @@
-"""The network, its loss and its exploration: everything that needs torch.
+"""The network, its loss and its exploration: everything that needs torch, and little else.
 
 Imports: errors, machine.
 """

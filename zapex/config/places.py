@@ -14,16 +14,25 @@ def learner_device(config: Config, machine: Machine) -> str:
     return asked if asked != "auto" else "cuda" if machine.learns_on_gpu else "cpu"
 
 
+def inference_device(config: Config, machine: Machine) -> str:
+    """ "cuda" or "cpu": where the role of `--inference central` computes."""
+    asked = config.actor.inference_device
+    return asked if asked != "auto" else "cuda" if machine.learns_on_gpu else "cpu"
+
+
 def describe(config: Config, machine: Machine, roles: Collection[str], image: bool) -> list[str]:
     """A line for each of `roles` that computes with the network. image: it sees pictures."""
     lines = []
     if "actor" in roles:
         precision = config.actor.actor_precision
-        if config.actor.inference == "gpu":
+        central = config.actor.inference == "central"
+        if config.actor.inference == "gpu" or (
+            central and inference_device(config, machine) == "cuda"
+        ):
             where = f"{machine.gpu or 'GPU'}, {_on_gpu(precision, machine, image)}"
         else:
             where = f"CPU, {_on_cpu(precision, machine, image)}"
-        lines.append(f"actors: {where}")
+        lines.append(f"actors: {where}" + (", one role for all of them" if central else ""))
     if "learner" in roles:
         precision = config.learner.precision
         if learner_device(config, machine) == "cuda":

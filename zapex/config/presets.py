@@ -18,6 +18,8 @@ _MOST_MEMORY_SHARE = 0.85
 """The share of free memory that a replay may take on request; processes need the rest."""
 PROCESS_BYTES = 300 << 20
 """A role's private memory with torch and the emulators: 220 MiB and up."""
+LIGHT_PROCESS_BYTES = 150 << 20
+"""An actor's without torch, whose values another role computes."""
 _MANY_ACTORS = 16
 """Above this, a memory of two millions would turn over faster than the target network."""
 _LEAST = {"learning_starts": 1, "batch_size": 1}

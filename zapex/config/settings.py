@@ -65,9 +65,12 @@ class ActorConfig(SettingsGroup):
     env_threads: int = bounded(1, low=1, local=True)
     """Threads that step the environments of one actor."""
     actor_threads: int = bounded(1, low=1, local=True)
-    """Threads of one actor's forward pass on a CPU."""
-    inference: Literal["cpu", "gpu"] = bounded("cpu", local=True)
-    """Where actors compute: gpu is one forward pass there for all streams of an actor."""
+    """Threads of one actor's forward pass on a CPU, or of the role of `--inference central`."""
+    inference: Literal["cpu", "gpu", "central"] = bounded("cpu", local=True)
+    """Where actors compute: gpu is one forward pass there for all streams of an actor; central, one
+    role computes for all actors of this host, which then load no torch."""
+    inference_device: Literal["auto", "cpu", "cuda"] = bounded("auto", local=True)
+    """Where the role of `--inference central` computes."""
     actor_precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
     """Precision of the convolutions when acting."""
 

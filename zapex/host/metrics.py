@@ -26,7 +26,7 @@ import numpy as np
 from zapex.errors import SharedMemoryError
 from zapex.machine.offsets import align
 
-Role = Literal["actor", "replay", "learner", "evaluator", "relay"]
+Role = Literal["actor", "replay", "learner", "evaluator", "relay", "inference"]
 ELSEWHERE: Final = -1
 """In place of a process id: the role runs on another host."""
 
@@ -51,11 +51,12 @@ class RoleTable:
 
 TABLES: Final[dict[Role, RoleTable]] = {
     "actor": RoleTable(
-        phases=("pull", "environment", "forward", "push", "wait", "other"),
+        # inference: asks the role of that name and waits for its answer.
+        phases=("pull", "environment", "forward", "push", "wait", "other", "inference"),
         counters=("steps", "frames", "transitions", "chunks", "episodes", "credit_waits"),
         gauges=("params_version",),
         shown_as={"pull": ("pull",), "compute": ("environment", "forward", "other"),
-                  "push": ("push",), "wait": ("wait",)},
+                  "push": ("push",), "wait": ("wait", "inference")},
     ),
     "replay": RoleTable(
         phases=("insert", "sample", "update", "idle", "other"),
@@ -90,6 +91,14 @@ TABLES: Final[dict[Role, RoleTable]] = {
         counters=("transitions", "chunks", "bytes", "acknowledged", "again", "versions"),
         gauges=("params_version", "unacknowledged", "slots"),
         shown_as={"pull": ("pull",), "push": ("push",), "report": ("report", "other"),
+                  "wait": ("idle",)},
+    ),
+    "inference": RoleTable(
+        phases=("pull", "forward", "answer", "idle", "other"),
+        # passes: forward passes. answers: questions of actors. streams: rows of all passes.
+        counters=("passes", "answers", "streams"),
+        gauges=("params_version",),
+        shown_as={"pull": ("pull",), "compute": ("forward", "other"), "answer": ("answer",),
                   "wait": ("idle",)},
     ),
 }  # fmt: skip

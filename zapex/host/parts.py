@@ -1,7 +1,7 @@
 """One table of the parts of a run: the roles that a host runs for each part, and their links."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ class Part:
     def learns(self) -> bool:
         """Whether it has the learner, and with it checkpoints, evaluations and limits."""
         return "learner" in self.roles
+
+    def acting(self, inference: str) -> "Part":
+        """This part where actors compute as `--inference` says: "central" takes one role more."""
+        if inference != "central" or "actor" not in self.roles:
+            return self
+        return replace(self, roles={"actor": "memory", "inference": "memory", **self.roles})
 
     def processes(self, actors: int) -> int:
         """How many processes it has, with the parent."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part
 from zapex.host.roster import Roster
+from zapex.machine.exchange import ExchangeShape
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.offsets import Section, lay_out
 from zapex.replay.core import ReplayLayout
@@ -34,7 +35,8 @@ def _power_of_two(n: int) -> int:
 class HostPlan:
     """The host's processes and their message sizes. All processes use it for the memory layout.
 
-    actors: number on this host; in the whole run if statistics come from other hosts.
+    actors: number on this host; in the whole run if statistics come from other hosts. exchange: of
+    the actors with the inference role, if there is one.
     """
 
     replay: ReplayLayout
@@ -46,6 +48,7 @@ class HostPlan:
     beta: float
     eval_episodes: int
     part: Part = PARTS["all"]
+    exchange: ExchangeShape | None = None
 
     @property
     def evaluation_dtype(self) -> np.dtype[Any]:
@@ -140,6 +143,7 @@ class HostPlan:
             "sources": 8 * len(elsewhere),
             "parameters": Mailbox.required_bytes(self.parameter_bytes),
             "roster": Roster.required_bytes(self.actors),
+            **({"exchange": self.exchange.nbytes} if self.exchange is not None else {}),
         }
         return lay_out([(name, (n,), np.uint8) for name, n in sizes.items()], boundary=128)
 

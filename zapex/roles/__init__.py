@@ -1,4 +1,4 @@
-"""Actor, learner, replay server, relay, evaluator: a duty cycle each, over protocols.
+"""Actor, inference, learner, replay server, relay, evaluator: duty cycles over protocols.
 
 Imports: agent, chunks, envs, errors, host, replay, sumtree_numba, transport.
 """

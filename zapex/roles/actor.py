@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.agent.policy import Acting, epsilon_greedy
+from zapex.agent.exploration import epsilon_greedy
 from zapex.chunks.builder import CUT, END, ChunkBuilder
 from zapex.envs.streams import Step, Streams
 from zapex.host.metrics import EPISODE, RoleMetrics
-from zapex.transport import ExperienceSink, ParameterSource
+from zapex.transport import ExperienceSink, ValueSource
 
 
 class Actor:
@@ -19,38 +19,34 @@ class Actor:
     priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end at s', so a second
     pass is not needed (Horgan et al. 2018, appendix).
 
-    epsilons: float64 (S,). param_steps: steps between two pulls of parameters. priorities: whether
-    it gives any. report: takes finished episodes (dtype EPISODE).
+    values: gives the Q values. epsilons: float64 (S,). priorities: whether it gives any. report:
+    takes finished episodes (dtype EPISODE).
     """
 
     def __init__(
         self,
         streams: Streams,
-        policy: Acting,
+        values: ValueSource,
         sink: ExperienceSink,
-        parameters: ParameterSource,
         builder: ChunkBuilder,
         metrics: RoleMetrics,
         report: Callable[[NDArray[np.void]], object],
         *,
         epsilons: NDArray[np.float64],
         first_stream: int,
-        param_steps: int,
-        parameter_bytes: int,
         reward_clip: bool,
         priorities: bool,
         rng: np.random.Generator,
         clock_ns: Callable[[], int],
     ) -> None:
-        self._streams, self._policy, self._sink = streams, policy, sink
-        self._parameters, self._builder, self._metrics = parameters, builder, metrics
+        self._streams, self._values, self._sink = streams, values, sink
+        self._builder, self._metrics = builder, metrics
         self._report, self._epsilons, self._first_stream = report, epsilons, first_stream
-        self._param_steps, self._reward_clip = param_steps, reward_clip
+        self._reward_clip = reward_clip
         self._priorities, self._rng, self._clock_ns = priorities, rng, clock_ns
-        self._received = np.empty(parameter_bytes, np.uint8)
         self._version = 0
-        self._steps_to_pull = 0
         self._q: NDArray[np.float32] | None = None  # of the streams' newest observations
+        self._then: Callable[[NDArray[np.float32]], object] | None = None  # with the values asked
         # The unfinished calls of a step: the first one waits for slots.
         self._left: list[Callable[[], int]] = []
         shape = streams.num_streams
@@ -59,58 +55,69 @@ class Actor:
         metrics.enter("other")
 
     def do_work(self) -> int:
-        """One step, or the rest of one. Returns 0 while there are no parameters or no credit."""
-        self._pull()
-        if not self._version:
-            self._metrics.enter("wait")
-            return 0
+        """One step, or the rest of one. Returns 0 while there are no values or no credit."""
+        if self._then is not None:
+            return self._go_on(self._then)
         if not self._finish():
             return 0
         if self._q is None:
             obs = self._streams.reset()
-            self._q = self._look(obs)
-            return int(self._finish(lambda: self._builder.begin(self._everyone, {"obs": obs})))
-        self._act(self._q)
-        return self._streams.num_streams
+            return self._look(obs, lambda q: self._begin(obs))
+        return self._act(self._q)
 
     def ready(self) -> bool:
-        """Whether slots or first parameters may have come: for `wait(ready, timeout_s)`."""
-        return self._sink.ready() if self._version else self._parameters.version > 0
+        """Whether values or slots may have come: for `wait(ready, timeout_s)`."""
+        if self._then is not None:
+            return self._values.answered()
+        return self._sink.ready() if self._left else True
 
     def close(self) -> None:
-        """Commit unfinished chunks, and stop."""
+        """Commit unfinished chunks, and stop. A step without its values is not in them."""
         if not self._left:
             self._builder.flush()
             self._sink.commit(self._builder.take_closed())
         self._metrics.leave()
 
-    def _pull(self) -> None:
-        self._steps_to_pull -= 1
-        if self._steps_to_pull > 0:
-            return
-        self._metrics.enter("pull")
-        version = self._parameters.newer_than(self._version, self._received)
-        if version:
-            self._policy.load_flat(self._received)
+    def _look(self, obs: NDArray[np.generic], then: Callable[[NDArray[np.float32]], object]) -> int:
+        """Ask for the values of all streams' newest observations; with them go on with `then`."""
+        self._metrics.enter(self._values.phase)
+        self._values.ask(obs)
+        self._then = then
+        return self._go_on(then)
+
+    def _go_on(self, then: Callable[[NDArray[np.float32]], object]) -> int:
+        answer = self._values.take()
+        if answer is None:
+            self._metrics.enter(self._values.phase)
+            return 0
+        self._then = None
+        q, version = answer
+        if version != self._version:
             self._version = version
             self._metrics.set("params_version", version)
-        self._steps_to_pull = self._param_steps if self._version else 0
+        then(q)
+        self._q = q
+        return 0 if self._left else self._streams.num_streams
 
-    def _look(self, obs: NDArray[np.generic]) -> NDArray[np.float32]:
-        self._metrics.enter("forward")
-        return self._policy.q_values(obs)
+    def _begin(self, obs: NDArray[np.generic]) -> None:
+        self._finish(lambda: self._builder.begin(self._everyone, {"obs": obs}))
 
-    def _act(self, q: NDArray[np.float32]) -> None:
-        metrics = self._metrics
+    def _act(self, q: NDArray[np.float32]) -> int:
         actions = epsilon_greedy(q, self._epsilons, self._rng)
-        metrics.enter("environment")
+        self._metrics.enter("environment")
         step = self._streams.step(actions)
-        self._q = self._look(step.obs)
-        metrics.enter("push")
+        return self._look(step.obs, lambda new: self._push(step, actions, q, new))
+
+    def _push(
+        self, step: Step, actions: NDArray[np.int64], q: NDArray[np.float32],
+        new: NDArray[np.float32],
+    ) -> None:  # fmt: skip
+        """Hand the step on. q, new: values before and after it."""
+        self._metrics.enter("push")
         taken = best = None
         if self._priorities:
             taken = q[np.arange(len(actions)), actions].astype(np.float64)
-            best = self._q.max(axis=1).astype(np.float64)
+            best = new.max(axis=1).astype(np.float64)
         self._count(step)
         self._builder.staged["action"] = actions
         begun = bool(step.started.any())

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex.agent.policy import Policy, epsilon_greedy
+from zapex.agent.exploration import epsilon_greedy
+from zapex.agent.policy import Policy
 from zapex.envs.environments import EnvironmentSpec
 from zapex.envs.games import Games
 from zapex.envs.streams import Episode, Streams, make

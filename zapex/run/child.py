@@ -108,10 +108,8 @@ def _wait(start: Start, also: Sequence[int] | None) -> Callable[[Callable[[], bo
 
 def busy_threads(run: Run) -> int:
     """Threads of this host's roles that would use a whole core each."""
-    actor = run.config.actor
-    threads = {
-        "actor": max(actor.actor_threads, actor.env_threads),
-        "learner": run.most_learner_threads(),
-        "evaluator": 0,  # from time to time
-    }
-    return sum(threads.get(role, 1) for _, role in run.plan.roles)
+    threads = {"learner": run.most_learner_threads()}
+    threads["evaluator"] = 0  # from time to time
+    return sum(
+        threads[role] if role in threads else run.acting_threads(role) for _, role in run.plan.roles
+    )

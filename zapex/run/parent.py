@@ -77,7 +77,8 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
     config = run.config
     logs = run.run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    threads = {"actor": config.actor.actor_threads, "learner": run.most_learner_threads()}
+    acts = "inference" if "inference" in run.part.roles else "actor"  # the other has no torch
+    threads = {acts: config.actor.actor_threads, "learner": run.most_learner_threads()}
     for name, role in run.processes:
         order = Order(
             name=name,

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zapex.config.presets import PROCESS_BYTES
+from zapex.config.presets import LIGHT_PROCESS_BYTES, PROCESS_BYTES
 from zapex.errors import ConfigError, PeerError, Refused, ZapexError
 from zapex.fstack.loop import Setup
 from zapex.host.parts import PARTS, PartName
@@ -74,6 +74,7 @@ def check(
     huge_pages: bool = False,
     cuda: bool = False,
     gpu: Gpu | None = None,
+    without_torch: int = 0,
     root: Path = Path("/"),
 ) -> list[Finding]:
     """Check all that a run needs of the machine.
@@ -81,12 +82,18 @@ def check(
     required_bytes: shared memory of the run. processes: all of it, the parent too.
     cuda_visible_devices: the environment variable of that name, if it is set.
     huge_pages, cuda: whether the run asks for them. gpu: what torch says; None: it was not asked,
-    because no role would use a GPU. root: the directory of /proc, /sys and /dev.
+    because no role would use a GPU. without_torch: how many of the processes load none; they
+    are smaller. root: the directory of /proc, /sys and /dev.
     """
     machine = dataclasses.replace(Machine.look(cuda_visible_devices, root), gpu=gpu)
     return [
         # Huge pages are reserved: free memory does not include them.
-        _memory(machine, (0 if huge_pages else required_bytes) + processes * PROCESS_BYTES),
+        _memory(
+            machine,
+            (0 if huge_pages else required_bytes)
+            + (processes - without_torch) * PROCESS_BYTES
+            + without_torch * LIGHT_PROCESS_BYTES,
+        ),
         _dev_shm(root),
         *_limits(required_bytes, processes),
         _tasks(processes, root),
@@ -364,6 +371,6 @@ def _cuda(
         mend = f"unset CUDA_VISIBLE_DEVICES{instead}"
         return Finding("GPU", found, not required, "one" if required else "none", mend)
     if required:
-        return Finding("GPU", "none", False, "one, for --device cuda or --inference gpu",
+        return Finding("GPU", "none", False, "one, as a role was told to use it",
                        "--device cpu, or auto, and --inference cpu")  # fmt: skip
     return Finding("GPU", "none", True, "none: the learner uses the CPU")

@@ -16,6 +16,7 @@ from zapex.fstack.loop import Setup
 from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part, PartName
 from zapex.host.plan import HostPlan
+from zapex.machine.exchange import ExchangeShape
 from zapex.machine.resources import Machine
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
@@ -89,7 +90,8 @@ class Run:
     @property
     def part(self) -> Part:
         """The part that this host runs."""
-        return PARTS[self.membership.part if self.membership is not None else "all"]
+        part = PARTS[self.membership.part if self.membership is not None else "all"]
+        return part.acting(self.config.actor.inference)
 
     @property
     def processes(self) -> list[tuple[str, Role]]:
@@ -142,7 +144,15 @@ class Run:
             beta=config.replay.beta,
             eval_episodes=config.evaluator.eval_episodes,
             part=part,
+            exchange=self._exchange if "inference" in part.roles else None,
         )
+
+    @property
+    def _exchange(self) -> ExchangeShape:
+        config, spec = self.config.actor, self.spec
+        dtype = np.dtype(spec.observation_dtype).str
+        size, item = config.envs_per_actor, spec.observation_shape
+        return ExchangeShape(config.actors, size, tuple(item), dtype, spec.num_actions)
 
     @property
     def form(self) -> Form:
@@ -185,6 +195,11 @@ class Run:
             capacity=layout.capacity,
         )  # fmt: skip
 
+    @property
+    def param_steps(self) -> int:
+        """Steps of one stream between two pulls of parameters."""
+        return max(1, self.config.actor.param_period // self.spec.frames_per_step)
+
     def acting_network(self, device: str = "cpu") -> "DuelingNetwork":
         """A network with the run's seed, to act or to evaluate with."""
         from zapex.checkpoints.policy import network_of
@@ -194,17 +209,23 @@ class Run:
         return network_of(self.spec, config.learner, device, precision, seed)
 
     def policy(self) -> "Acting":
-        """What an actor of this run computes with."""
+        """What an actor of this run computes with; with central inference, what answers all."""
         from zapex.agent.policy import Policy
 
-        if self.config.actor.inference == "cpu":
-            return Policy(self.acting_network())
+        actor = self.config.actor
+        central = actor.inference == "central"
+        place = actor.inference_device if central else "cuda" if actor.inference == "gpu" else "cpu"
+        network = self.acting_network(place)
+        if network.device.type == "cpu":
+            return Policy(network)
         from zapex.agent.device import CudaQueues
-        from zapex.agent.device_policy import DevicePolicy
+        from zapex.agent.device_policy import DevicePolicy, Sizes
 
-        network = self.acting_network("cuda")
-        streams, dtype = self.config.actor.envs_per_actor, np.dtype(self.spec.observation_dtype)
-        return DevicePolicy(network, CudaQueues(network.device), streams, dtype)
+        def of(streams: int) -> DevicePolicy:
+            queues = CudaQueues(network.device)
+            return DevicePolicy(network, queues, streams, np.dtype(self.spec.observation_dtype))
+
+        return Sizes(of, network, actor.envs_per_actor) if central else of(actor.envs_per_actor)
 
     def dqn(self) -> "DQN":
         """The learner's networks and optimiser, newly made."""
@@ -229,11 +250,17 @@ class Run:
         if config.learner.learner_threads or config.run.inline:  # which must repeat bit for bit
             return config.learner.learner_threads or 1
         others = sum(
-            max(config.actor.actor_threads, config.actor.env_threads) if role == "actor" else 1
-            for _, role in self.plan.roles
+            self.acting_threads(role) for _, role in self.plan.roles
             if role not in ("learner", "evaluator")
-        )
+        )  # fmt: skip
         return max(1, Machine.look().cores - others)
+
+    def acting_threads(self, role: Role) -> int:
+        """Threads that one process of a role other than the learner keeps busy."""
+        actor, central = self.config.actor, "inference" in self.part.roles
+        if role == "actor":
+            return actor.env_threads if central else max(actor.actor_threads, actor.env_threads)
+        return actor.actor_threads if role == "inference" else 1
 
     def seed(self, *part: int) -> np.random.SeedSequence:
         """Independent random numbers for each part of the run, and for each time it is resumed.

@@ -24,7 +24,8 @@ Totals = Callable[[], dict[str, float]]
 _TRIAL_BATCH = 128
 
 MAKERS: dict[tuple[Role, Link], str] = {
-    ("actor", "memory"): "zapex.run.topology:make_actor",
+    ("actor", "memory"): "zapex.run.acting:make_actor",
+    ("inference", "memory"): "zapex.run.acting:make_inference",
     ("replay", "memory"): "zapex.run.topology:make_replay",
     ("learner", "memory"): "zapex.run.topology:make_learner",
     ("evaluator", "memory"): "zapex.run.topology:make_evaluator",
@@ -107,68 +108,6 @@ def make_role(start: Start) -> DutyCycle:
     role = dict(start.host.plan.roles)[start.name]
     made: DutyCycle = resolve_name(MAKERS[role, start.run.part.roles[role]])(start)
     return made
-
-
-def make_actor(start: Start) -> DutyCycle:
-    """The actor's role."""
-    from zapex.envs import streams
-
-    run, host = start.run, start.host
-    config, spec = run.config, run.spec
-    actor = int(start.name.split()[1])
-    size = config.actor.envs_per_actor
-    first = run.number(actor) * size
-    # A restarted actor must not play its former incarnation's games again.
-    number = [start.incarnation] if actor_restarted(host, actor) else []
-    environments, actions = run.seed(first, *number).spawn(2)
-    # Before torch is imported, because Atari's games load meanwhile.
-    played = streams.make(
-        spec,
-        size,
-        seed=int(environments.generate_state(1)[0]),
-        num_threads=config.actor.env_threads,
-        max_episode_frames=config.env.max_episode_frames,
-    )
-    import torch
-
-    from zapex.agent.policy import epsilon_ladder
-    from zapex.chunks.builder import ChunkBuilder
-    from zapex.roles.actor import Actor
-
-    torch.set_num_threads(config.actor.actor_threads)
-    ladder = epsilon_ladder(run.streams, config.actor.eps_base, config.actor.eps_alpha)
-    sink = host.experience_sink(actor, start.incarnation)
-    builder = ChunkBuilder(
-        sink.store,
-        size,
-        actor=actor,
-        incarnation=start.incarnation,
-        first_stream=first,
-        max_chunk_age_steps=config.actor.max_chunk_age_steps,
-    )
-    episodes = host.ring(f"episodes {actor}").producer()
-    return Actor(
-        played,
-        run.policy(),
-        sink,
-        host.mailbox(),
-        builder,
-        host.metrics(f"actor {actor}"),
-        episodes.try_offer,
-        epsilons=ladder[first : first + size],
-        first_stream=first,
-        param_steps=max(1, config.actor.param_period // spec.frames_per_step),
-        parameter_bytes=host.plan.parameter_bytes,
-        reward_clip=config.env.reward_clip,
-        priorities=config.replay.initial_priority == "actor",
-        rng=np.random.default_rng(actions),
-        clock_ns=start.clock.now_ns,
-    )
-
-
-def actor_restarted(host: HostMemory, actor: int) -> bool:
-    """Whether an actor of this number has played in this run before."""
-    return host.metrics(f"actor {actor}").snapshot(alive=False)["steps"] > 0
 
 
 def make_memory(run: Run, host: HostMemory) -> ReplayCore:

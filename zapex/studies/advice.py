@@ -156,7 +156,7 @@ def lines(result: dict[str, Any], advice: Advice) -> list[str]:
     text.append(f"frames per joule: {f'{joule:,.3g}' if joule else unread}")
     text.append(
         f"use: --actors {advice.actors} --envs-per-actor {advice.envs_per_actor}"
-        + (" --inference gpu" if advice.inference == "gpu" else "")
+        + (f" --inference {advice.inference}" if advice.inference != "cpu" else "")
         + f"  ({advice.frames_per_s:,.0f} frames/s; twice the environments or one core more gain "
         f"less than {GROWTH:.0%} of one actor, or the learner has enough)"
     )
@@ -196,7 +196,7 @@ def kept(path: Path) -> dict[str, Any] | None:
         numbers = [report["advice"][name] for name in ("actors", "envs_per_actor")]
         inference, when = report["advice"]["inference"], report["time"]
         fits = all(isinstance(n, int) and 1 <= n <= 4096 for n in numbers)
-        told = inference in ("cpu", "gpu") and isinstance(when, str) and len(when) < 40
+        told = inference in ("cpu", "gpu", "central") and isinstance(when, str) and len(when) < 40
         return report if fits and told and isinstance(report["quick"], bool) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

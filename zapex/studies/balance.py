@@ -121,7 +121,8 @@ class Balance:
         found = [Found(trial, []) for trial in every]
         turns = [one for _ in range(self._effort.rounds) for one in self._shuffled(found)]
         began_s = 0.0
-        with Crew(self._config, self._spec) as crew:
+        kinds = {(t.actors, t.envs): 1 for t in every if t.where == "central"}
+        with Crew(self._config, self._spec, list(kinds)) as crew:
             self._kernels = {} if self._step_s else self._profile(crew)
             for done, one in enumerate(turns):
                 one.rounds.append(self._trial(crew, one.trial))
@@ -158,11 +159,13 @@ class Balance:
         if trial.do != "learn":
             orders += [
                 {
-                    "do": "play", "where": trial.where, "envs": trial.envs,
+                    "do": "play", "where": trial.where, "envs": trial.envs, "actors": trial.actors,
                     "cores": self._place(i, trial), "threads": self._config.actor.actor_threads,
                 }
                 for i in range(trial.actors)
             ]  # fmt: skip
+        if trial.where == "central":
+            orders.append({**orders[0], "do": "answer", "cores": cores})
         if trial.do != "play":
             n = trial.learner_threads
             mine = self.threads[-n:] if n else self.threads
@@ -175,6 +178,9 @@ class Balance:
         rates = [answer["done"] / answer["seconds"] for answer in answers]
         if trial.do != "play":
             found["batches_per_s"] = rates.pop()
+        if trial.where == "central":
+            found["actors_a_pass"] = answers[len(rates) - 1]["actors_a_pass"]
+            rates.pop()
         if trial.do != "learn":
             found["steps_per_s"] = sum(rates)
             found["environment_share"] = median(x.get("environment_share", 0.0) for x in answers)

@@ -15,6 +15,7 @@ from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import PeerDied, PeerTimeout
 from zapex.processes.child import PARENT_VARIABLE
 from zapex.run.topology import thread_environment
+from zapex.studies.central import Desk
 
 _PREPARED_S = 300.0  # torch, the games and kernels to compile, for many at the same time
 _LATE_S = 60.0  # after the end of its work
@@ -24,8 +25,12 @@ _LEAD_S = 0.05  # from the last "ready" to the common beginning
 class Crew:
     """Workers, numbered from 0; started when they are first needed."""
 
-    def __init__(self, config: Config, spec: EnvironmentSpec) -> None:
+    def __init__(
+        self, config: Config, spec: EnvironmentSpec, kinds: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """kinds: actors and environments of each trial in which one worker answers the others."""
         self._config, self._spec = config, spec
+        self._desk = Desk.create(spec, kinds) if kinds else None
         self._workers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
@@ -36,6 +41,8 @@ class Crew:
             worker.kill()
         for worker in self._workers:
             worker.communicate()
+        if self._desk is not None:
+            self._desk.close()
 
     def work(
         self,
@@ -63,8 +70,12 @@ class Crew:
 
     def _start(self) -> None:
         number = len(self._workers)
-        about = {"config": self._config.to_dict(), "spec": asdict(self._spec), "number": number}
-        config = self._config
+        config, desk = self._config, self._desk
+        fds = [] if desk is None else [desk.segment.fd, *desk.eventfds]
+        about = {
+            "config": config.to_dict(), "spec": asdict(self._spec), "number": number,
+            "desk": desk and {"fd": fds[0], "eventfds": fds[1:], "kinds": desk.kinds},
+        }  # fmt: skip
         threads = max(config.actor.actor_threads, config.learner.learner_threads, 1)
         self._workers.append(
             subprocess.Popen(
@@ -73,6 +84,7 @@ class Crew:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
+                pass_fds=fds,
                 env={
                     **os.environ,
                     **thread_environment(threads),

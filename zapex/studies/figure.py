@@ -5,9 +5,10 @@ from typing import Any
 
 from zapex.errors import ConfigError
 from zapex.studies.advice import Advice
+from zapex.studies.plan import INFERENCE
 from zapex.studies.saturation import MOST_ENVS, Model
 
-_COLOURS = {"cpu": "#2f7ed8", "gpu": "#1b9e5a"}
+_COLOURS = {"cpu": "#2f7ed8", "gpu": "#1b9e5a", "central": "#8e44ad"}
 _LEARNER, _USE = "#c0392b", "#6b7280"
 
 
@@ -17,7 +18,7 @@ def draw(report: dict[str, Any], advice: Advice, threads: int, path: Path) -> No
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("the figure needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(12, 6), dpi=150, layout="constrained")
     by_envs, by_cores = figure.subplots(1, 2)
     models = {where: Model(**numbers) for where, numbers in report["models"].items()}
     _by_envs(by_envs, report, models, advice)
@@ -27,7 +28,10 @@ def draw(report: dict[str, Any], advice: Advice, threads: int, path: Path) -> No
         axes.set_ylabel("steps a second")
         axes.spines[["right", "top"]].set_visible(False)
         axes.grid(linewidth=0.4, alpha=0.5)
-        axes.legend(fontsize=8, framealpha=0.9, edgecolor="none")
+        # Below: inside, the lines of three places would be hidden.
+        axes.legend(
+            fontsize=8, ncols=2, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1)
+        )
     quick = "; quick form: not to be relied on" if report["quick"] else ""
     machine = report["machine"]
     figure.suptitle(
@@ -50,18 +54,22 @@ def _points(axes: Any, report: dict[str, Any], x: str, alone: bool) -> None:
                 and (p["actors"] == 1) == alone
             ]
             if found:
-                there = "" if where == "cpu" else ", inference on the GPU"
+                there = _there(where)
                 axes.plot(
                     [p[x] for p in found], [p["steps_per_s"] for p in found], "o", color=colour,
                     fillstyle="none" if held_out else "full", label=text + there,
                 )  # fmt: skip
 
 
+def _there(where: str) -> str:
+    return "" if where == "cpu" else f", {INFERENCE[where]}"
+
+
 def _by_envs(axes: Any, report: dict[str, Any], models: dict[str, Model], advice: Advice) -> None:
     envs = [2 ** (i / 8) for i in range(8 * MOST_ENVS.bit_length() - 7)]
     for where, model in models.items():
         rates = [e / (model.fixed_s + e * model.each_s) for e in envs]
-        axes.plot(envs, rates, color=_COLOURS[where], linewidth=1.2, label="model")
+        axes.plot(envs, rates, color=_COLOURS[where], linewidth=1.2, label="model" + _there(where))
     _points(axes, report, "envs", alone=True)
     axes.axvline(advice.envs_per_actor, color=_USE, linestyle=":", label="use this many")
     axes.set_xscale("log", base=2)
@@ -79,7 +87,7 @@ def _by_cores(
     for where, model in models.items():
         for envs, style in zip(shown, ("-", "--"), strict=False):
             rates = [model.rate(n, envs, min(n, threads)) for n in actors]
-            text = f"model, {envs} environments each"
+            text = f"model, {envs} environments each{_there(where)}"
             axes.plot(actors, rates, style, color=_COLOURS[where], linewidth=1.2, label=text)
     _points(axes, report, "actors", alone=False)
     learner = report["learner"]

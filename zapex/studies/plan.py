@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from zapex.machine.resources import Machine
 from zapex.studies.saturation import MOST_ENVS, powers
 
+INFERENCE = {"cpu": "on the CPU", "gpu": "on the GPU", "central": "by one role for all"}
+"""Where actors compute, in words."""
 _SHARED_ENVS = 16
 """Environments of each actor where several actors are measured."""
 
@@ -13,7 +15,8 @@ _SHARED_ENVS = 16
 class Trial:
     """One measurement. do: "play", "learn" or "together", of both at the same time.
 
-    where: the actors compute on "cpu" or "gpu". cores: hardware threads of the actors.
+    where: the actors compute on "cpu" or "gpu", or ask one more worker ("central"). cores: hardware
+    threads of the actors (and of that worker).
     learner_threads: of the learner, on hardware threads of its own, if it is on the CPU.
     held_out: the model is not fitted to it, but checked with it.
     """
@@ -30,7 +33,7 @@ class Trial:
         learner = f"a learner with {self.learner_threads} thread(s)"
         if self.do == "learn":
             return learner
-        there = "" if self.where == "cpu" else f", inference on the {self.where.upper()}"
+        there = f", inference {INFERENCE[self.where]}" if self.where != "cpu" else ""
         text = f"{self.actors} actor(s) x {self.envs} environments on {self.cores} core(s){there}"
         return f"{text} beside {learner}" if self.do == "together" else text
 
@@ -41,7 +44,7 @@ def trials(machine: Machine, threads: int, gpu: bool, quick: bool, paced: bool) 
     paced: the learner is not measured, but its time is given.
     """
     found = []
-    for where in ("cpu", "gpu") if gpu else ("cpu",):
+    for where in ("cpu", "gpu", "central") if gpu else ("cpu", "central"):
         found += _acting(where, threads, machine.cores, quick)
     if not paced:
         found += [Trial("learn", learner_threads=n) for n in ([1] if gpu else powers(threads))]

@@ -16,16 +16,19 @@ import numpy as np
 import torch
 
 from zapex.agent import kernel_classes
-from zapex.agent.policy import Acting, epsilon_greedy, epsilon_ladder
+from zapex.agent.exploration import epsilon_greedy, epsilon_ladder
+from zapex.agent.policy import Acting
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
 from zapex.config.settings import Config
 from zapex.envs import streams
 from zapex.envs.environments import EnvironmentSpec
+from zapex.machine.segment import Segment
 from zapex.processes.child import child_setup
 from zapex.roles.learner import AtOnce, Trainer
 from zapex.run.run import Run
 from zapex.run.training import pipeline
+from zapex.studies.central import Answering, Desk
 
 _PROFILED_STEPS = 5
 
@@ -35,9 +38,14 @@ class Played:
     """The environments and the policy of an actor."""
 
     envs: streams.Streams
-    policy: Acting
-    q: Any
+    policy: Acting | None
+    q: Any = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def begin(self) -> None:
+        """Look at the environments, newly reset."""
+        assert self.policy is not None
+        self.q = self.policy.q_values(self.envs.reset())
 
     def play(self, until_s: float) -> dict[str, float]:
         """Play, as an actor does, and count steps."""
@@ -45,12 +53,14 @@ class Played:
         ladder = epsilon_ladder(size)
         began_s = now_s = time.monotonic()
         steps, stepping_s = 0, 0.0
+        policy = self.policy
+        assert policy is not None
         while now_s < until_s:
             actions = epsilon_greedy(self.q, ladder, self.rng)
             before_s = time.monotonic()
             step = self.envs.step(actions)
             stepping_s += time.monotonic() - before_s
-            self.q = self.policy.q_values(step.obs)
+            self.q = policy.q_values(step.obs)
             steps += size - int(step.started.sum())
             now_s = time.monotonic()
         seconds = now_s - began_s
@@ -60,12 +70,17 @@ class Played:
 class Worker:
     """Keeps what it has made for the next order of the same kind."""
 
-    def __init__(self, config: Config, spec: EnvironmentSpec, number: int) -> None:
+    _answering: Answering | None
+
+    def __init__(
+        self, config: Config, spec: EnvironmentSpec, number: int, desk: Desk | None = None
+    ) -> None:
         self._config, self._spec, self._number = config, spec, number
         self._played: dict[tuple[str, int], Played] = {}
         self._trainer: Trainer | None = None
         self._batches: list[Batch] = []
         self._device = torch.device("cpu")
+        self._desk, self._answering = desk, None
 
     def prepare(self, order: dict[str, Any]) -> Any:
         """Make ready for an order. Returns what to call with the time of its end."""
@@ -73,8 +88,17 @@ class Worker:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cores)
         torch.set_num_threads(order["threads"])
+        if self._answering is not None:  # until now its actors may have asked
+            self._answering.close()
+            self._answering = None
+        if order["do"] == "answer":
+            return self._answer(order)
         if order["do"] == "play":
             played = self._player(order["where"], order["envs"])
+            if order["where"] == "central":
+                assert self._desk is not None
+                played.policy = self._desk.asking(self._number, order["actors"], order["envs"])
+            played.begin()
             played.play(time.monotonic() + order["warm_up_s"])
             return played.play
         self._learner()
@@ -90,9 +114,27 @@ class Worker:
             )
             threads = self._config.actor.env_threads
             played = streams.make(self._spec, envs, seed=self._number, num_threads=threads)
-            policy = run.policy()
-            self._played[where, envs] = Played(played, policy, policy.q_values(played.reset()))
+            # Who asks another worker loads no network; `prepare` says whom it asks.
+            policy = None if where == "central" else run.policy()
+            self._played[where, envs] = Played(played, policy)
         return self._played[where, envs]
+
+    def _answer(self, order: dict[str, Any]) -> Any:
+        """Answer actors from now on, until the next order; count only until the time of its end."""
+        assert self._desk is not None
+        run = Run(self._config.replace(inference="central"), self._spec, Path())
+        desk, actors, envs = self._desk, order["actors"], order["envs"]
+        self._answering = answering = desk.answering(run.policy(), actors, envs)
+
+        def count(until_s: float) -> dict[str, float]:
+            passes, answers, began_s = answering.passes, answering.answers, time.monotonic()
+            time.sleep(max(0.0, until_s - began_s))
+            passes = answering.passes - passes
+            seconds = time.monotonic() - began_s
+            batch = (answering.answers - answers) / max(1, passes)
+            return {"done": passes, "seconds": seconds, "actors_a_pass": batch}
+
+        return count
 
     def _learner(self) -> None:
         if self._trainer is not None:
@@ -145,9 +187,12 @@ def main(text: str) -> None:
     """Serve orders until the parent closes the pipe, or ends."""
     about = json.loads(text)
     child_setup(f"balance {about['number']}")
-    worker = Worker(
-        Config.from_dict(about["config"]), EnvironmentSpec(**about["spec"]), about["number"]
-    )
+    spec, desk = EnvironmentSpec(**about["spec"]), None
+    if shared := about["desk"]:
+        segment = Segment.attach(shared["fd"])
+        kinds = [(actors, envs) for actors, envs in shared["kinds"]]
+        desk = Desk(segment, spec, kinds, shared["eventfds"])
+    worker = Worker(Config.from_dict(about["config"]), spec, about["number"], desk)
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -216,6 +216,7 @@ class Monitor:
             replay=replay,
             learner=learner,
             relay=found.get("relay", {}),
+            inference=found.get("inference", {}),
             returns=self._episodes.returns(),
             evaluations=tuple(self._evaluations),
             messages=tuple(self._messages),

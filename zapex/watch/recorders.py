@@ -50,7 +50,8 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
     for label, mean in returns.bands.items():
         name = label.replace("ε<", "below_0").replace("ε≥", "from_0")
         values[f"charts/episodic_return_epsilon/{name}"] = mean
-    for role, counts in (("replay", snapshot.replay), ("relay", snapshot.relay)):
+    kept = {"replay": snapshot.replay, "relay": snapshot.relay, "inference": snapshot.inference}
+    for role, counts in kept.items():
         phases = ("phase/", "cpu/")
         values |= {f"{role}/{n}": x for n, x in counts.items() if not n.startswith(phases)}
     if snapshot.learner.get("batches"):

@@ -141,6 +141,7 @@ class Snapshot:
     host_cpu_share: float
     host_memory_bytes: float
     relay: dict[str, float] = field(default_factory=dict)
+    inference: dict[str, float] = field(default_factory=dict)
 
     def role(self, role: Role) -> RoleView | None:
         return next((view for view in self.roles if view.role == role), None)

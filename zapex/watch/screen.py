@@ -159,6 +159,8 @@ def _speed(snapshot: Snapshot, width: int) -> list[Line]:
     if snapshot.learner:
         values.append((f"{batches:.{1 if batches < 100 else 0}f}", "batches/s"))
         values.append((count(rates["samples"]), "samples/s"))
+    if passes := snapshot.inference.get("passes"):
+        values.append((f"{snapshot.inference['answers'] / passes:.1f}", "actors a forward pass"))
     return [_facts("speed", _values(values), width)]
 
 

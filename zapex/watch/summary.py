@@ -136,8 +136,10 @@ def _waiting(snapshot: Snapshot) -> str:
         share = learner.shares_total["wait"]
         parts.append(f"the learner waited {share:.1%} of its time for batches")
     if actor is not None:
-        share = actor.shares_total["wait"]
+        share = actor.phases_total["wait"]
         parts.append(f"actors waited {share:.1%} of theirs for room in the replay")
+        if share := actor.phases_total["inference"]:
+            parts.append(f"and {share:.1%} for their values")
     return ", ".join(parts)
 
 

@@ -1,0 +1,22 @@
+"""Epsilon-greedy actions over Ape-X's ladder of epsilons, without torch."""
+
+import numpy as np
+
+
+def epsilon_ladder(num_streams: int, base: float = 0.4, alpha: float = 7.0) -> np.ndarray:
+    """eps_i = base^(1 + alpha i / (N - 1)), float64 [N]; one stream: base (Horgan et al. 2018)."""
+    rank = np.arange(num_streams) / max(num_streams - 1, 1)
+    return np.asarray(base ** (1.0 + alpha * rank))
+
+
+def epsilon_greedy(
+    q: np.ndarray, epsilons: np.ndarray | float, rng: np.random.Generator
+) -> np.ndarray:
+    """Actions, int64 [S], of Q values (S, num_actions): random with probability epsilons [S].
+
+    Draws the same amount of randomness whatever the Q values are, so that runs repeat.
+    """
+    num_streams, num_actions = q.shape
+    explores = rng.random(num_streams) < epsilons
+    random = rng.integers(num_actions, size=num_streams)
+    return np.where(explores, random, q.argmax(1))
