@@ -45,6 +45,7 @@ class _Host:
     heard_s: float = 0.0
     spoke: bool = False
     quiet_until_s: float = 0.0
+    session: tuple[float, int] = (-1.0, 0)  # the server's start, and its own incarnation
 
     @property
     def peer(self) -> bytes:
@@ -94,6 +95,7 @@ class Churn:
             self.now_s, _, what, number = heapq.heappop(self._events)
             if what == "churn":
                 self._churn()
+                self._check()
                 self._later(self._rng.expovariate(self.a_minute / 60), "churn")
             elif what == "restart":
                 self.counts["restarts"] += 1
@@ -137,10 +139,8 @@ class Churn:
             return
         if self._sessions.known(host.peer) is not None and host.actors:
             self._sessions.of_peer(host.peer)
-            mine = {n for n in host.actors if self._owner.get(n) == host.number}
-            if len(mine) == len(host.actors):
-                host.heard_s, host.spoke = self.now_s, True
-                self._check()
+            host.heard_s, host.spoke = self.now_s, True
+            if all(self._owner.get(n) == host.number for n in host.actors):
                 return
             # Its numbers went to others while it was silent: the answer tells it, and it leaves.
             self.counts["told"] += 1
@@ -161,6 +161,9 @@ class Churn:
         if isinstance(found, Error):
             assert found.fault == Fault.FULL, found.text
             assert not may, f"host {host.number} is refused, and {len(free)} numbers are free"
+            if host.session != (self._started_s, host.incarnation):  # it is there, and waits
+                host.heard_s, host.spoke = self.now_s, False
+                host.session = self._started_s, host.incarnation
             self.counts["refused"] += 1
             return
         assert isinstance(found, Session)
@@ -175,6 +178,7 @@ class Churn:
             self._owner.pop(number)
         self._owner |= dict.fromkeys(found.actors, host.number)
         host.actors, host.heard_s, host.spoke = found.actors, self.now_s, False
+        host.session = self._started_s, host.incarnation
         self._check()
 
     def _gone(self, number: int) -> bool:
