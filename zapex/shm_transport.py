@@ -330,9 +330,9 @@ class ShmSampleSink:
     """The replay's end of the learner's link."""
 
     def __init__(self, host: HostMemory) -> None:
-        self._requests = host.ring("requests").consumer()
+        self.rows = lambda: host.plan.batch_size
+        self._requests, self._updates = (host.ring(n).consumer() for n in ("requests", "updates"))
         self._answers = host.ring("answers").producer()
-        self._updates = host.ring("updates").consumer()
         self._learner = host.waker("learner")
         self._incarnations = host._incarnations
         self._learner_word = host.plan.role_index("learner") * STRIDE_WORDS

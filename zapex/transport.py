@@ -58,8 +58,9 @@ class ExperienceSink(Protocol):
 class ChunkLink(Protocol):
     """Sends what a host's actors have committed to the replay. A relay uses it."""
 
-    counts: dict[str, int]
-    """Of this incarnation: chunks and bytes sent, acknowledged, again (sent a second time)."""
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of this incarnation: chunks and bytes sent, acknowledged, again (sent a second time)."""
 
     @property
     def unacknowledged(self) -> int:
@@ -168,7 +169,7 @@ class SampleSource(Protocol):
     def outstanding(self) -> int:
         """Requests whose answer is not polled yet, with those of former incarnations."""
 
-    def request(self) -> None:
+    def request(self) -> object:
         """Ask for one more batch."""
 
     def ready(self) -> bool:
@@ -254,6 +255,9 @@ class SampleSink(Protocol):
 
     def requests(self) -> int:
         """How many batches are requested and not answered."""
+
+    def rows(self) -> int:
+        """The rows of the request that `answer` answers next."""
 
     def answer(self, draw: Draw) -> None:
         """Answer one request."""

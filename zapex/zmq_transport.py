@@ -91,11 +91,14 @@ class ChunkSender:
     def offer(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
         """Take whole chunks to send; they stay in their slots until `take_freed` returns these."""
         for slot in np.asarray(slots, np.int64).tolist():
-            header = self._store.header_rows[slot].tolist()
-            chunk = _Chunk(
-                header[INCARNATION], header[SEQUENCE], slot, header[STREAM], header[COUNT]
-            )
-            bisect.insort(self._queues.setdefault(header[ACTOR], _Queue()).chunks, chunk)
+            incarnation, sequence = self._store.header_rows[slot, [INCARNATION, SEQUENCE]].tolist()
+            self.offer_as(slot, incarnation, sequence)
+
+    def offer_as(self, slot: int, incarnation: int, sequence: int) -> None:
+        """As `offer`, with an incarnation and a sequence that are not those of the header."""
+        header = self._store.header_rows[slot].tolist()
+        chunk = _Chunk(incarnation, sequence, slot, header[STREAM], header[COUNT])
+        bisect.insort(self._queues.setdefault(header[ACTOR], _Queue()).chunks, chunk)
 
     def credit(self, actor: int) -> int:
         """How many chunks of an actor may be sent and not acknowledged."""
@@ -114,6 +117,10 @@ class ChunkSender:
         chunks = [chunk for queue in self._queues.values() for chunk in queue.chunks]
         self._queues.clear()
         return [chunk.slot for chunk in chunks]
+
+    def forget_numbers(self) -> None:
+        """Take any actor numbers from the next welcome: the replay has another memory."""
+        self._numbers = []
 
     def do_work(self) -> int:
         """Send what the credit allows. Returns how many chunks."""

@@ -102,9 +102,7 @@ class Server:
         )  # fmt: skip
         replay, streams = self.replay(setting, experience), len(setting.rows)
         intake = Intake(source, replay, limits, actors=setting.actors, streams_per_actor=streams)
-        self.role = ReplayServer(
-            replay, intake, source, sink, metrics, batch_size=setting.batch, method="stratified"
-        )
+        self.role = ReplayServer(replay, intake, source, sink, metrics, method="stratified")
 
     @staticmethod
     def replay(setting: Setting, experience: Any) -> ReplayCore:

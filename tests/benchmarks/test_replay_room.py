@@ -99,6 +99,19 @@ def test_curves_over_size_batch_actors_and_clients_have_their_tails_and_exponent
             assert {one["n"] for one in both} == {pair["n"]}
 
 
+def test_a_batch_has_as_many_bytes_from_several_replays_as_from_one(tmp_path: Path) -> None:
+    results = quick(tmp_path, "shards")
+    check_figures(results)
+    assert set(results) == {"sample", "pair", "bytes"}
+    for case in ("sample", "pair"):
+        by_shards = {n: one for n, one in results[case].items() if n != "over one"}
+        assert set(by_shards) == {"1", "2", "4"}
+        assert {one["n"] for one in by_shards.values()} == {3}
+        assert set(results[case]["over one"]) == {"2", "4"}
+    for n in ("2", "4"):
+        assert results["bytes"][n] == pytest.approx(results["bytes"]["1"], rel=0.1)
+
+
 def test_every_kind_of_client_makes_every_call_equally_often(tmp_path: Path) -> None:
     results = quick(tmp_path, "clients")
     check_figures(results)

@@ -23,6 +23,7 @@ from zapex.errors import ConfigError
 
 RUN = '[env]\nenv = "CartPole-v1"\n[run]\npreset = "smoke"\n[kubernetes]\nimage = "zapex:1"\n'
 TABLES = {
+    "shards": "shards = 3\n",
     "plain": "",
     "learner beside the replay": "with_learner = true\nlearner = { gpus = 1 }\n",
     "all settings": 'port = 7800\nnamespace = "rl"\nstorage_class = "fast"\nstorage_gb = 3\n'
@@ -47,6 +48,22 @@ def test_a_dry_run_notices_an_object_that_is_not(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(adapter, "_TAKEN_AWAY", {"typ": "DisruptionTarget"})
     with pytest.raises(ConfigError, match=r"\[kubernetes\] Job zapex-n-learner is not of API 1"):
         made().text()
+
+
+def test_each_shard_has_an_address_that_stays_and_knows_its_number() -> None:
+    objects = {
+        (one["kind"], one["metadata"]["name"]): one for one in made("shards = 2").objects(None)
+    }
+    text = objects["ConfigMap", "zapex-n-settings"]["data"]["launch.json"]
+    first, second = json.loads(text)["url"].split(",")
+    assert first == "tcp://zapex-n-replay-0.zapex-n-replay.default.svc:7711"
+    assert second == "tcp://zapex-n-replay-1.zapex-n-replay.default.svc:7711"
+    spec = objects["StatefulSet", "zapex-n-replay"]["spec"]
+    assert (spec["replicas"], spec["podManagementPolicy"]) == (2, "Parallel")
+    (container,) = spec["template"]["spec"]["containers"]
+    index = next(one for one in container["env"] if one["name"] == "INDEX")
+    path = index["valueFrom"]["fieldRef"]["fieldPath"]
+    assert path == "metadata.labels['apps.kubernetes.io/pod-index']"
 
 
 def pods(table: str = "") -> dict[str, Any]:

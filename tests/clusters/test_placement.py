@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from zapex.cli import main as cli
+from zapex.clusters.host import published, url_name
 from zapex.clusters.launched import Launched, adapter_of, launch, settings_of, summary
 from zapex.clusters.placement import Host, place
+from zapex.clusters.slurm import Slurm
 from zapex.errors import ConfigError
 
 RUN = '[env]\nenv = "CartPole-v1"\n[run]\npreset = "laptop"\n'
@@ -57,6 +59,32 @@ def test_the_table_of_hosts_counts_the_actors_of_all_hosts() -> None:
     assert [group.name for group in both.groups] == ["replay", "actor"]
     assert both.command(both.groups[0])[:2] == ["replay", "--with-learner"]
     assert both.groups[0].gpus == 1
+
+
+def test_a_table_with_shards_has_so_many_replay_hosts_and_each_knows_which_it_is() -> None:
+    table = "[slurm]\nshards = 3\nactor = { hosts = 2, cores = 5 }"
+    placement = place("slurm", "a", Path("/shared"), RUN + table)
+    replay, learner, actor = placement.groups
+    assert (replay.hosts, learner.hosts, actor.hosts) == (3, 1, 2)
+    words = placement.command(replay)
+    assert words[words.index("--shards") :][:4] == ["--shards", "3", "--shard", "{index}"]
+    assert words[words.index("--actors") + 1] == "8"  # every actor may move to any of them
+    assert "--shards" not in placement.command(actor)
+    assert placement.facts()["shards"] == 3
+    scripts = Slurm(placement).text()
+    assert "#SBATCH --array=0-2" in scripts
+    assert "with_learner is for one replay" in mistake("[slurm]\nshards = 2\nwith_learner = true")
+    assert "shards must be at" in mistake("[slurm]\nshards = 0")
+
+
+def test_hosts_wait_for_the_addresses_of_all_shards(tmp_path: Path) -> None:
+    facts = {"shards": 2}
+    assert published(tmp_path, facts) == ""
+    (tmp_path / url_name(0)).write_text("tcp://a:1\n")
+    assert published(tmp_path, facts) == ""
+    (tmp_path / url_name(1)).write_text("tcp://b:2\n")
+    assert published(tmp_path, facts) == "tcp://a:1,tcp://b:2"
+    assert published(tmp_path, {}) == "tcp://a:1"
 
 
 def test_too_little_memory_for_the_settings_is_told_before_anything_is_submitted() -> None:

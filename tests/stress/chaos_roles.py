@@ -352,9 +352,7 @@ def make_replay(world: World) -> tuple[ReplayServer, ReplayCore]:
     intake = Intake(source, replay, world.limiter, actors=ACTORS, streams_per_actor=STREAMS)
     replay.ledger.on_evict = tell
     Witness(replay, world.updates)
-    server = ReplayServer(
-        replay, intake, source, sink, host.metrics("replay"), batch_size=BATCH, method="stratified"
-    )
+    server = ReplayServer(replay, intake, source, sink, host.metrics("replay"), method="stratified")
     return server, replay
 
 

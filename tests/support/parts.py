@@ -21,6 +21,7 @@ from zapex.config.settings import Config
 from zapex.envs.environments import check
 from zapex.run.audit import ChunkAudit, attach
 from zapex.run.run import Membership, Run
+from zapex.shm_transport import HostMemory
 
 ROOT = Path(__file__).parents[2]
 MOST_IN_A_CHUNK = 64
@@ -172,13 +173,18 @@ class Cluster:
 
 def memory_of(replay: Part, url: str) -> ChunkAudit:
     """What looks into the memory of the replay's parent."""
+    return ChunkAudit(host_of(replay, url).store())
+
+
+def host_of(replay: Part, url: str) -> HostMemory:
+    """The memory of the replay's parent; it stays readable when that has ended."""
     replay.wait_to_say("listening at")
     settings = read_settings(str(replay.run / "config.toml"))
     config = Config().replace(**settings)
     run = Run(config, check(config.env.env), replay.run, membership=Membership("replay", url))
     host = attach(replay.popen.pid, run)
     assert host is not None
-    return ChunkAudit(host.store())
+    return host
 
 
 def settled(audit: ChunkAudit) -> None:

@@ -205,6 +205,9 @@ class Direct:
     def request(self) -> None:
         self._asked += 1
 
+    def rows(self) -> int:
+        return BATCH
+
     def requests(self) -> int:
         return self._asked
 

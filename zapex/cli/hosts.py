@@ -47,6 +47,11 @@ class _ReplayOptions(_HostOptions):
     libzmq; they connect with tcp://. So does fstack://ADDRESS:PORT, on F-Stack (docs/fstack.md)."""
     with_learner: bool = False
     """Train on this host, too: replay and learner share memory, and only actors are elsewhere."""
+    shards: int = 1
+    """How many replays the run has; each is a `zapex replay` with its own --shard, and the other
+    commands name all of them (docs/many_hosts.md)."""
+    shard: int = 0
+    """Which of them this is, from 0; shard 0 gives out actor numbers and keeps the parameters."""
     network_memory: int = 1024
     """MiB for messages in flight; beyond it the peers that hold most are disconnected."""
     fstack_lib: str = field(default_factory=_FSTACK_LIB)
@@ -62,7 +67,8 @@ class _JoinOptions(_HostOptions):
     """What the other hosts take besides the settings."""
 
     replay: str = DEFAULT_URL
-    """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH. Or a Redis that you run, in
+    """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH; of a run with shards all of
+    them, shard 0 first, with commas and the same for all commands. Or a Redis that you run, in
     place of `zapex replay`: redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// with TLS; the
     password is taken from REDISCLI_AUTH (docs/many_hosts.md)."""
 
@@ -78,7 +84,8 @@ class _LearnerOptions(_JoinOptions):
 _FIRST = ("keys", "insecure_network", "env", "config", "preset", "run_dir")
 _FIRST_OF = {
     "replay": (
-        "listen", "with_learner", "network_memory", "actors", "capacity", "samples_per_insert",
+        "listen", "with_learner", "shards", "shard", "network_memory", "actors", "capacity",
+        "samples_per_insert",
     ),
     "actor": ("replay", "actors", "envs_per_actor", "env_threads", "actor_threads", "plain"),
     "learner": (
@@ -143,7 +150,9 @@ def _chosen(part: Part, args: list[str]) -> Part:
         return PARTS["replay with learner"] if asked else part
     urls = [word.removeprefix("--replay=") for word in args if word.startswith("--replay=")]
     urls += [after for word, after in itertools.pairwise(args) if word == "--replay"]
-    over_redis = any(is_redis(url) for url in urls)
+    over_redis = any(is_redis(one) for url in urls for one in url.split(","))
+    if over_redis and any("," in url for url in urls):
+        raise ConfigError("a run has one Redis, and no shards with it: name one address")
     return PARTS[f"{part.name} over redis"] if over_redis else part
 
 
@@ -186,17 +195,51 @@ def _membership(run: Resolved, part: Part) -> "Membership":
     )  # fmt: skip
     if part.over_redis:
         return replace(membership, url=_redis_url(url, more))
-    address = addresses.parse(url, flag)
-    security_of(membership).check(url, flag)
+    urls = [url] if part.listens else _urls(url)
+    for one in urls:
+        address = addresses.parse(one, flag)
+        security_of(membership).check(one, flag)
+        if not part.listens:
+            addresses.check_known(address)
     if not part.listens:
-        addresses.check_known(address)
-        return membership
+        check_shards(len(urls), 0, part)
+        several = tuple(urls) if len(urls) > 1 else ()
+        return replace(membership, url=urls[0], urls=several, shards=len(urls))
+    check_shards(more.shards, more.shard, part)
+    membership = replace(membership, shard=more.shard, shards=more.shards)
     membership = replace(
         membership, network_memory_bytes=more.network_memory << 20, fstack_lib=more.fstack_lib,
         fstack_conf=more.fstack_conf, fstack_eal=more.fstack_eal,
     )  # fmt: skip
     check_free(url, membership.fstack)
     return membership
+
+
+def _urls(text: str) -> list[str]:
+    """The addresses in --replay, of all shards. Raises ConfigError."""
+    urls = [url.strip() for url in text.split(",")]
+    twice = next((url for url in urls if urls.count(url) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--replay names each shard once, got {twice!r} twice")
+    return urls
+
+
+def check_shards(shards: int, shard: int, part: Part) -> None:
+    """Raise ConfigError for shards that this part of a run cannot have."""
+    from zapex.replay.shards import MOST_SHARDS
+
+    if not 1 <= shards <= MOST_SHARDS:
+        raise ConfigError(f"a run has 1 to {MOST_SHARDS} shards, got {shards}")
+    if not 0 <= shard < shards:
+        raise ConfigError(
+            f"--shard must be 0 to {shards - 1} of --shards {shards}, got {shard}"
+            + (": give --shards, too" if shards == 1 else "")
+        )
+    if shards > 1 and part.listens and part.learns:
+        raise ConfigError(
+            "--with-learner is for one replay: with --shards the learner is a command of its own, "
+            "`zapex learner`, which may run on this host"
+        )
 
 
 def doctor(name: str, args: list[str]) -> int:
@@ -218,10 +261,15 @@ def doctor(name: str, args: list[str]) -> int:
         from zapex.fstack.loop import Setup
 
         fstack = Setup(more.fstack_lib, more.fstack_conf, more.fstack_eal)
-    link = preflight.check_link(
-        part.name, getattr(more, part.address), more.keys, more.insecure_network, fstack=fstack
-    )
-    return preflight.doctor([*findings(run, part), *link])
+    url = getattr(more, part.address)
+    links = [
+        finding
+        for one in ([url] if part.listens else _urls(url))
+        for finding in preflight.check_link(
+            part.name, one, more.keys, more.insecure_network, fstack=fstack
+        )
+    ]
+    return preflight.doctor([*findings(run, part), *links])
 
 
 @dataclass(frozen=True)

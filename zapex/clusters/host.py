@@ -3,9 +3,10 @@
     python -m zapex.clusters.host HOME ROLE INDEX [COMMAND ...]
 
 HOME is a directory of mode 0700 with run.toml, launch.json and keys/; what is started here comes
-from launch.json. The replay's host writes its address to HOME/replay.url, the others wait for it
-and follow it when the replay is placed elsewhere. SIGTERM ends the child, which saves. SIGUSR1
-does too, and then COMMAND asks the scheduler to start this host again.
+from launch.json. The replay's host writes its address to HOME/replay.url (shard 1 to replay-1.url,
+and so on), the others wait for it and follow it when the replay is placed elsewhere. SIGTERM ends
+the child, which saves. SIGUSR1 does too, and then COMMAND asks the scheduler to start this host
+again.
 """
 
 import json
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,17 +133,14 @@ class PlacedHost:
         self._url, self._lives = url, self._lives + 1
         self._name = f"{self.role} {self.index}" + (f" ({self._lives})" if self._lives > 1 else "")
         own = {"url": url, "home": self.home, "run": self.runs / f"{self.role}-{self.index}"}
+        own["index"] = self.index
         words = [word.format(**own) for word in self.facts["commands"][self.role]]
         argv = [sys.executable, "-P", "-m", "zapex.cli.as_child", self._name, ".", *words]
         supervisor.start(ProcessSpec(name=self._name, argv=argv, log_path=self.log, restart=True))
         _tell(f"zapex {' '.join(words)}")
 
     def _published(self) -> str:
-        fixed = self.facts.get("url")
-        try:
-            return str(fixed or (self.home / URL).read_text(encoding="utf-8").strip())
-        except OSError:
-            return ""
+        return str(self.facts.get("url") or published(self.home, self.facts))
 
     def _moved(self) -> bool:
         return self.role != "replay" and self._published() not in ("", self._url)
@@ -153,7 +151,9 @@ class PlacedHost:
                 self._port = int(probe.getsockname()[1])
         if not self.facts.get("url"):
             host = self.facts.get("advertise") or socket.gethostname()
-            replace_whole(self.home / URL, [f"tcp://{host}:{self._port}\n".encode()])
+            replace_whole(
+                self.home / url_name(self.index), [f"tcp://{host}:{self._port}\n".encode()]
+            )
         return f"tcp://0.0.0.0:{self._port}"
 
     def _echo(self) -> None:
@@ -169,6 +169,21 @@ class PlacedHost:
         self._read += len(text)
         sys.stdout.write(text.decode(errors="replace"))
         sys.stdout.flush()
+
+
+def url_name(shard: int) -> str:
+    """The file with the address of a shard."""
+    return f"replay-{shard}.url" if shard else URL
+
+
+def published(home: Path, facts: Mapping[str, Any]) -> str:
+    """The addresses of all shards, as `--replay` takes them; "" while one is missing."""
+    names = map(url_name, range(facts.get("shards", 1)))
+    try:
+        urls = [(home / name).read_text(encoding="utf-8").strip() for name in names]
+    except OSError:
+        return ""
+    return ",".join(urls) if all(urls) else ""
 
 
 def facts_of(home: Path) -> dict[str, Any]:

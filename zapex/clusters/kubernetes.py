@@ -22,6 +22,7 @@ _HOME, _RUNS = "/zapex/home", "/runs"
 _KEYS_OF = {"replay": "replay", "learner": "learner", "actor": "relay"}
 _USER = 1000
 _INDEX = "batch.kubernetes.io/job-completion-index"
+_POD = "apps.kubernetes.io/pod-index"
 _ROLE = "app.kubernetes.io/component"
 _LIST = {"apiVersion": "v1", "kind": "List"}
 _TAKEN_AWAY = {"type": "DisruptionTarget", "status": "True"}
@@ -39,9 +40,10 @@ class Kubernetes:
 
     def objects(self, keys: Path | None) -> list[dict[str, Any]]:
         """Every object; keys: their directory, or None for a look at the rest."""
-        pod = "{0}-0.{0}.{1}.svc".format(f"{self.name}-replay", self.table.namespace)
+        place = f"{self.name}-replay.{self.table.namespace}.svc:{self.port}"
+        urls = [f"tcp://{self.name}-replay-{i}.{place}" for i in range(self.table.shards)]
         facts = self.placement.facts(
-            url=f"tcp://{pod}:{self.port}", runs=_RUNS, echo=True, stays="replay", port=self.port
+            url=",".join(urls), runs=_RUNS, echo=True, stays="replay", port=self.port
         )
         texts = {SETTINGS: self.placement.settings, FACTS: json.dumps(facts, indent=2)}
         config = self._object("v1", "ConfigMap", "settings", data=texts)
@@ -57,6 +59,7 @@ class Kubernetes:
             made.append(self._object("v1", "Service", role, spec=service))
             spec = {"serviceName": f"{self.name}-{role}", "replicas": group.hosts}
             spec |= {"selector": {"matchLabels": self._labels(role)}}
+            spec["podManagementPolicy"] = "Parallel"
             kind, version = "StatefulSet", "apps/v1"
         else:
             # A pod that the cluster takes away is no failure; settings that cannot work always are.
@@ -85,8 +88,8 @@ class Kubernetes:
 
     def _pod(self, group: Group, kind: str) -> dict[str, Any]:
         role, is_set = group.name, kind == "StatefulSet"
-        path = {"fieldPath": f"metadata.annotations['{_INDEX}']"}
-        index = {"value": "0"} if is_set else {"valueFrom": {"fieldRef": path}}
+        path = f"metadata.labels['{_POD}']" if is_set else f"metadata.annotations['{_INDEX}']"
+        index = {"valueFrom": {"fieldRef": {"fieldPath": path}}}
         env = [{"name": "INDEX", **index}, {"name": "XDG_CACHE_HOME", "value": f"{_RUNS}/.cache"}]
         limits: dict[str, Any] = {"cpu": str(group.cores), "memory": f"{group.memory_gb}Gi"}
         if group.gpus:
@@ -232,7 +235,7 @@ def _validate(objects: list[dict[str, Any]]) -> None:
 def _host_of(pod: Mapping[str, Any]) -> Host:
     """A pod in our words; why: in Kubernetes' words."""
     labels, status = pod["metadata"]["labels"], pod.get("status", {})
-    index = pod["metadata"].get("annotations", {}).get(_INDEX, "0")
+    index = pod["metadata"].get("annotations", {}).get(_INDEX, labels.get(_POD, "0"))
     why = str(status.get("message", ""))
     state = {"Pending": "pending", "Running": "running"}.get(status.get("phase"), "over")
     for condition in status.get("conditions", []):

@@ -89,6 +89,8 @@ class Placement:
         part = group.part
         words = [*part.words, f"--{part.address}", "{url}"]
         words += ["--actors", str(group.actors)] if group.actors else []
+        if self.table.shards > 1 and part.listens:
+            words += ["--shards", str(self.table.shards), "--shard", "{index}"]
         words += ["--config", f"{{home}}/{SETTINGS}", "--keys", f"{{home}}/{KEYS}"]
         return [*words, "--run-dir", "{run}", "--resume", "auto", "--trust", "--plain"]
 
@@ -98,6 +100,7 @@ class Placement:
             "on": self.on,
             "name": self.name,
             "port": self.table.port,
+            "shards": self.table.shards,
             "commands": {group.name: self.command(group) for group in self.groups},
             "ends": next(group.name for group in self.groups if group.part.learns),
             **more,
@@ -147,12 +150,18 @@ def place(on: str, name: str, directory: Path, settings: str) -> Placement:
     actors = table.actor.actors or max(1, table.actor.cores - 1)
     replay, learner = table.replay, table.learner
     needed = _memory(values, actors, most * actors)
+    if table.with_learner and table.shards > 1:
+        raise ConfigError(
+            f"[{on}] with_learner is for one replay: leave it out, or shards = {table.shards}"
+        )
     first = PARTS["replay with learner" if table.with_learner else "replay"]
     cores = replay.cores + learner.cores * table.with_learner
     memory = needed["replay"] + needed["learner"] * table.with_learner
     given = replay.memory_gb + learner.memory_gb * table.with_learner
     gpus = learner.gpus if table.with_learner else 0
-    groups = [Group(first, 1, cores, given or memory, gpus, most * actors, replay.options)]
+    groups = [
+        Group(first, table.shards, cores, given or memory, gpus, most * actors, replay.options)
+    ]
     if not table.with_learner:
         memory = learner.memory_gb or needed["learner"]
         groups.append(

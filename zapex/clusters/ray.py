@@ -63,41 +63,45 @@ class Ray:
         """The placement group and each Ray actor, as Ray gets them."""
         if self.table.most_hosts and self.table.most_hosts < self.table.actor.hosts:
             raise ConfigError("[ray] most_hosts must be at least actor's hosts, or left out")
-        *first, actors = self.placement.groups
         text = {
             "placement_group": {
                 "name": self.placement.name, "strategy": "PACK", "lifetime": "detached",
-                "bundles": [self._bundle(group) for group in first], "wait_s": self.table.wait_s,
+                "bundles": [self._bundle(group) for group, _ in self._first()],
+                "wait_s": self.table.wait_s,
             },
             "actors": [
                 {"name": self._name(group.name, i), **self._options(group)}
-                for group in (*first, actors) for i in range(group.hosts)
+                for group in self.placement.groups for i in range(group.hosts)
             ],
         }  # fmt: skip
         return json.dumps(text, indent=2) + "\n"
 
     def submit(self) -> dict[str, Any]:
         """Wait for the place of replay and learner; then make all Ray actors."""
-        *first, actors = self.placement.groups
+        first, actors = self._first(), self.placement.groups[-1]
         groups = self.ray.util
         place = groups.placement_group(
-            [self._bundle(group) for group in first], strategy="PACK", lifetime="detached",
+            [self._bundle(group) for group, _ in first], strategy="PACK", lifetime="detached",
             name=self.placement.name,
         )  # fmt: skip
         if not place.wait(self.table.wait_s):
-            missing = "; ".join(self._missing(group) for group in first)
+            missing = "; ".join(self._missing(group) for group in self.placement.groups[:-1])
             groups.remove_placement_group(place)
             raise ZapexError(
                 f"Ray had no place for replay and learner within {self.table.wait_s} s: {missing}"
             )
         strategies = import_module("ray.util.scheduling_strategies")
-        for bundle, group in enumerate(first):
+        for bundle, (group, index) in enumerate(first):
             within = strategies.PlacementGroupSchedulingStrategy(place, bundle)
-            self._make(group, 0, scheduling_strategy=within)
+            self._make(group, index, scheduling_strategy=within)
         for index in range(actors.hosts):
             self._make(actors, index)
         self._serve()
         return {"address": self.table.address}
+
+    def _first(self) -> list[tuple[Group, int]]:
+        """The hosts of the placement group: replays and learner."""
+        return [(group, i) for group in self.placement.groups[:-1] for i in range(group.hosts)]
 
     def _make(self, group: Group, index: int, **more: Any) -> None:
         from zapex.clusters.ray_host import RayHost
@@ -134,7 +138,8 @@ class Ray:
         for role, _, host, state in found:
             if state is not None and state["state"] == "waiting for keys":
                 self._ask(host.start.remote(self._sealed(role, state["public"])))
-        url = next((s["url"] for role, _, _, s in found if role == "replay" and s), "")
+        urls = {i: s["url"] for role, i, _, s in found if role == "replay" and s and s["url"]}
+        url = ",".join(urls[i] for i in sorted(urls)) if len(urls) == self.table.shards else ""
         for role, _, host, state in found:
             if url and role != "replay" and state is not None and state["url"] != url:
                 self._ask(host.replay_is_at.remote(url))

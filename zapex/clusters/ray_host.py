@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zapex.clusters.host import FACTS, KEYS, OVER, URL
+from zapex.clusters.host import FACTS, KEYS, OVER, published, url_name
 from zapex.clusters.placement import host_words
 from zapex.machine.disk import replace_whole
 from zapex.processes.child import PARENT_VARIABLE
@@ -31,7 +31,7 @@ class RayHost:
         self._private = PrivateKey.generate()
         self._home: Path | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._ends = False
+        self._ends, self._facts = False, dict[str, Any]()
         self._log = ""
 
     def start(self, sealed: bytes) -> None:
@@ -50,7 +50,7 @@ class RayHost:
             descriptor = os.open(home / KEYS / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-        self._ends = facts["ends"] == self.role
+        self._ends, self._facts = facts["ends"] == self.role, facts
         logs = Path(facts["runs"]) / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log = str(home / "logs" / f"{self.role}-{self.index}.log")
@@ -64,9 +64,9 @@ class RayHost:
         self._home = home
 
     def replay_is_at(self, url: str) -> None:
-        """The replay's address, also a new one."""
-        if self._home is not None:
-            replace_whole(self._home / URL, [f"{url}\n".encode()])
+        """The replay's address, also a new one; those of all shards, with commas."""
+        for shard, one in enumerate(url.split(",") if self._home is not None else ()):
+            replace_whole(Path(self._home or "") / url_name(shard), [f"{one}\n".encode()])
 
     def poll(self) -> dict[str, Any]:
         """How it is. code: the exit code of a host that has ended, else None."""
@@ -81,8 +81,12 @@ class RayHost:
         }
 
     def _url(self) -> str:
+        if self._home is None:
+            return ""
+        if self.role != "replay":
+            return published(self._home, self._facts)
         try:
-            return (self._home / URL).read_text(encoding="utf-8").strip() if self._home else ""
+            return (self._home / url_name(self.index)).read_text(encoding="utf-8").strip()
         except OSError:
             return ""
 

@@ -32,7 +32,7 @@ class Slurm:
     def script(self, group: Group) -> str:
         """The batch script of a group's jobs."""
         where = self.placement.directory
-        is_array = group.name == "actor"
+        is_array = group.name == "actor" or group.hosts > 1
         lines = {
             "job-name": f"zapex-{self.placement.name}-{group.name}",
             "output": where / "logs" / f"{group.name}-{'%a' if is_array else 0}.job",

@@ -48,6 +48,8 @@ class ClusterTable(_Table):
     replay: HostTable = field(default_factory=HostTable)
     learner: HostTable = field(default_factory=HostTable)
     actor: ActorTable = field(default_factory=ActorTable)
+    shards: int = bounded(1, low=1, high=128)
+    """Replay hosts, each with the needs of `replay`."""
     with_learner: bool = False
     """Put the learner on the replay's host, which then has the learner's needs."""
     port: int = bounded(0, low=0, high=65_535)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part
 from zapex.host.roster import Roster
+from zapex.host.routes import Routes
 from zapex.machine.exchange import ExchangeShape
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.offsets import Section, lay_out
@@ -144,6 +145,7 @@ class HostPlan:
             "parameters": Mailbox.required_bytes(self.parameter_bytes),
             "roster": Roster.required_bytes(self.actors),
             **({"exchange": self.exchange.nbytes} if self.exchange is not None else {}),
+            "routes": Routes.required_bytes(self.actors if "relay" in self.part.roles else 0),
         }
         return lay_out([(name, (n,), np.uint8) for name, n in sizes.items()], boundary=128)
 

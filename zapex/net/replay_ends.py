@@ -276,15 +276,23 @@ class ZmqSampleSink:
             min(len(s.requests), room(s, BULK)) for s in self._server.sessions.of_roles("learner")
         )
 
+    def rows(self) -> int:
+        """The rows of the oldest request of a learner that can receive a batch now."""
+        session = self._next()
+        return next(iter(session.requests.values())) if session else self._server.form.batch_size
+
+    def _next(self) -> Session | None:
+        learners, room = self._server.sessions.of_roles("learner"), self._server.room
+        return next((s for s in learners if s.requests and room(s, BULK)), None)
+
     def answer(self, draw: Draw) -> None:
         """Answer the oldest request; it stays if the batch cannot be sent."""
-        learners, room = self._server.sessions.of_roles("learner"), self._server.room
-        session = next((s for s in learners if s.requests and room(s, BULK)), None)
+        session = self._next()
         if session is None:  # its session was lost after `requests` counted
             self.counts["dropped"] += 1
             return
         sequence = next(iter(session.requests))
-        del session.requests[sequence]
+        rows = session.requests.pop(sequence)
         self.issued += 1
         buffer = self._take_buffer()
         message = self._packer.pack(
@@ -292,7 +300,7 @@ class ZmqSampleSink:
         )
         tracker = self._server.send(session, BULK, message)
         if tracker is None:
-            session.requests[sequence] = None
+            session.requests[sequence] = rows
             self._free.append(buffer)
             self.counts["dropped"] += 1
         else:
@@ -321,7 +329,7 @@ class ZmqSampleSink:
             text = f"at most {_MOST_REQUESTS} batches can be asked for ahead"
             self._server.send(session, SMALL, messages.Error(messages.Fault.BAD, text))
             return
-        session.requests[sample.sequence] = None
+        session.requests[sample.sequence] = sample.rows
 
     def _update(self, session: Session, update: messages.Update) -> None:
         if update.sequence >= session.next_update:

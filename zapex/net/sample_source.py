@@ -46,6 +46,7 @@ class ZmqSampleSource:
         self._link, self._form, self._beta = link, form, beta
         self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
         self._pending: dict[int, BatchMessage | None] = {}
+        self._rows: dict[int, int] = {}  # of each pending request
         self._unsent: set[int] = set()
         self._next_request = self._next_update = 0
         self._updates: deque[tuple[Update, bool]] = deque()
@@ -71,12 +72,32 @@ class ZmqSampleSource:
         """How many updates the replay may not have yet."""
         return len(self._updates)
 
-    def request(self) -> None:
-        """Ask for one more batch."""
+    @property
+    def is_full(self) -> bool:
+        """Whether `update` would refuse."""
+        return len(self._updates) >= _UPDATES
+
+    def request(self, rows: int = 0) -> int:
+        """Ask for one more batch, or for `rows` of one. Returns the request's number."""
         sequence = self._next_request
         self._next_request += 1
         self._pending[sequence] = None
+        self._rows[sequence] = rows or self._form.batch_size
         self._ask(sequence)
+        return sequence
+
+    def take(self, sequence: int) -> BatchMessage | None:
+        """The answer to a request, in place of `poll`; None if it has not come."""
+        message = self._pending.get(sequence)
+        if message is not None:
+            self.forget(sequence)
+            self._epoch = message.epoch
+        return message
+
+    def forget(self, sequence: int) -> None:
+        """Expect no answer to a request any more."""
+        del self._pending[sequence], self._rows[sequence]
+        self._unsent.discard(sequence)
 
     def ready(self) -> bool:
         """Whether a batch can be polled."""
@@ -106,7 +127,7 @@ class ZmqSampleSource:
             draw = self._unpacker(batch.layout).unpack(message, batch)
         draw.weigh(batch.weights, self._beta)
         self._epoch = message.epoch
-        del self._pending[sequence]
+        self.forget(sequence)
         if following is not None:
             self._begin_job(following)
         return Sampled(torn=0, live=message.live)
@@ -148,7 +169,7 @@ class ZmqSampleSource:
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
         """Send new priorities; False while too many are in flight."""
         self._link.do_work()
-        if len(self._updates) >= _UPDATES:
+        if self.is_full:
             return False
         update = Update(self._epoch, self._next_update, keys.copy(), priorities.copy())
         self._next_update += 1
@@ -156,7 +177,7 @@ class ZmqSampleSource:
         return True
 
     def _ask(self, sequence: int) -> None:
-        if self._link.send(SMALL, Sample(sequence, self._form.batch_size)) is None:
+        if self._link.send(SMALL, Sample(sequence, self._rows[sequence])) is None:
             self._unsent.add(sequence)
         else:
             self._unsent.discard(sequence)
@@ -168,7 +189,8 @@ class ZmqSampleSource:
                 self._ask(sequence)
 
     def _batch(self, message: BatchMessage) -> None:
-        if self._pending.get(message.sequence, message) is None:
+        asked = self._rows.get(message.sequence) == message.rows
+        if asked and self._pending[message.sequence] is None:
             self._pending[message.sequence] = message
         else:
             self.counts["doubled"] += 1

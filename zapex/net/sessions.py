@@ -28,8 +28,8 @@ class Session:
     """A client after its hello: its two connections (peers of the listener), and its open
     requests.
 
-    address: of the client's machine; "" if it is not known. owner: its key or its address.
-    spoke: it has sent a message since its hello.
+    requests: rows by their number. address: of the client's machine; "" if it is not known.
+    owner: its key or its address. spoke: it has sent a message since its hello.
     """
 
     role: str
@@ -42,7 +42,7 @@ class Session:
     peers: list[bytes | None] = field(default_factory=lambda: [None, None])
     actors: tuple[int, ...] = ()
     wants_newer_than: int | None = None
-    requests: dict[int, None] = field(default_factory=dict)
+    requests: dict[int, int] = field(default_factory=dict)
     next_update: int = 0
 
     @property

@@ -60,12 +60,11 @@ class ReplayServer:
         sink: SampleSink,
         metrics: RoleMetrics,
         *,
-        batch_size: int,
         method: Method,
     ) -> None:
         self.replay, self._limiter, self.intake = replay, intake.limiter, intake
         self._source, self._sink, self._metrics = source, sink, metrics
-        self._batch_size, self._method = batch_size, method
+        self._method = method
         self._released = 0
         self._counts = ReplayCounts(replay, intake, metrics)
         metrics.enter("other")
@@ -83,12 +82,13 @@ class ReplayServer:
             work += 1
         metrics.enter("sample")
         for _ in range(self._sink.requests()):
-            if not self._limiter.can_sample(self._batch_size):
+            rows = self._sink.rows()
+            if not self._limiter.can_sample(rows):
                 break
-            self._limiter.sample(self._batch_size)
-            self._sink.answer(self.replay.draw(self._batch_size, self._method))
+            self._limiter.sample(rows)
+            self._sink.answer(self.replay.draw(rows, self._method))
             metrics.add("batches")
-            metrics.add("sampled", self._batch_size)
+            metrics.add("sampled", rows)
             work += 1
         metrics.enter("idle")
         if work:
@@ -100,7 +100,7 @@ class ReplayServer:
         return (
             self._source.ready()
             or self._sink.ready()
-            or (self._sink.requests() > 0 and self._limiter.can_sample(self._batch_size))
+            or (self._sink.requests() > 0 and self._limiter.can_sample(self._sink.rows()))
             # Slots may have left quarantine, and actors wait for slots.
             or (self._sink.released > self._released and bool(self.intake.waiting))
         )
@@ -120,6 +120,6 @@ class ReplayServer:
             return "filling"
         if self.intake.waiting and not self._limiter.can_insert(self.intake.charge):
             return "actors wait"
-        if self._sink.requests() and not self._limiter.can_sample(self._batch_size):
+        if self._sink.requests() and not self._limiter.can_sample(self._sink.rows()):
             return "learner waits"
         return "no role waits"

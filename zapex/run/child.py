@@ -54,9 +54,12 @@ class Order:
             EnvironmentSpec(**self.spec),
             Path(self.run_dir),
             int(self.base.get("steps", 0)),
-            Membership(**{**facts, "numbers": tuple(facts["numbers"])}) if facts else None,
+            Membership(**facts | {n: tuple(facts[n]) for n in _TUPLES}) if facts else None,
             self.wrap,
         )
+
+
+_TUPLES = ("numbers", "urls")  # lists, as JSON has them
 
 
 def main(text: str, incarnation: int) -> None:

@@ -133,10 +133,11 @@ class Collector:
         config, spec, membership = run.config, run.spec, run.membership
         column = plan.replay.schema.columns["obs"]
         where = "at" if run.part.holds_replay else "of the replay at"
+        urls = ", ".join(membership.all_urls) if membership is not None else ""
         return RunFacts(
             environment=spec.env_id,
             preset=config.run.preset,
-            part=f"{membership.part} {where} {membership.url}" if membership is not None else "",
+            part=f"{membership.part} {where} {urls}" if membership is not None else "",
             resume=shlex.join([*run.command, "--resume", str(run.run_dir)]),
             run_dir=run.run_dir,
             streams=config.streams if "actor" in run.part.roles else run.streams,

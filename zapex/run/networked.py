@@ -11,6 +11,7 @@ from zapex.errors import Fenced, PeerTimeout, RunOver
 from zapex.host.parts import PARTS
 from zapex.host.plan import OVER
 from zapex.host.roster import Roster
+from zapex.host.routes import Routes
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
@@ -18,8 +19,10 @@ from zapex.net.listener import listen
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
+from zapex.net.shard_samples import ShardedSampleSource
 from zapex.net.statistics import SILENT_S, StatsHandler, StatsLink, StatsReader, StatsSender
-from zapex.run.run import Membership, Run
+from zapex.run.run import NOT_ACTORS, Membership, Run
+from zapex.run.shard_chunks import ShardedChunkSender
 from zapex.run.topology import (
     LinkedRole,
     Notices,
@@ -28,7 +31,7 @@ from zapex.run.topology import (
     make_memory,
     make_replay,
 )
-from zapex.transport import ChunkLink, ParameterSink, ParameterSource, SampleSink
+from zapex.transport import ChunkLink, ParameterSink, ParameterSource, SampleSink, SampleSource
 from zapex.wire.control import LEARNER, Bye, Welcome
 from zapex.zmq_transport import (
     ChunkSender,
@@ -43,6 +46,7 @@ _NEWS_PERIOD_S = 30.0  # between two reminders of the same problem
 _LOOK_S = 0.5
 _FAREWELL_S = 6.0  # relays learn with their next hello that the run is over, and send the rest
 _OPEN_S = 5.0
+_UNKNOWN = 1 << 48  # transitions: no bound to an actor's counters
 
 
 def security_of(membership: Membership) -> Security:
@@ -100,13 +104,33 @@ def _open(link: ZmqLink, watch: LinkWatch) -> None:
             watch()
 
 
-def _make_link(start: Start, actors: int = 0) -> ZmqLink:
+def _make_links(start: Start, actors: int = 0) -> list[ZmqLink]:
+    """A link to each shard of the run, shard 0 first."""
     run, form = start.run, start.run.form
     membership = _membership(run)
-    return ZmqLink(
-        membership.url, start.name, membership.host, start.incarnation, form, run.config.shared(),
-        security_of(membership), schema_hash=form.schema.hash, actors=actors,
-    )  # fmt: skip
+    security = security_of(membership)
+    return [
+        ZmqLink(
+            url, start.name, membership.host, start.incarnation, form, run.settings_at(shard),
+            security, schema_hash=form.schema.hash, actors=actors,
+        )
+        for shard, url in enumerate(membership.all_urls)
+    ]  # fmt: skip
+
+
+def _watches(links: Sequence[ZmqLink], notices: Notices) -> list["LinkWatch"]:
+    if len(links) == 1:
+        return [LinkWatch(links[0], notices)]
+    return [LinkWatch(link, notices, f"shard {shard}") for shard, link in enumerate(links)]
+
+
+def _close(links: Sequence[ZmqLink]) -> None:
+    for link in links:
+        link.close(bye=Bye())
+
+
+def _fds(links: Sequence[ZmqLink]) -> list[int]:
+    return [fd for link in links for fd in link.fds]
 
 
 def _membership(run: Run) -> Membership:
@@ -120,7 +144,8 @@ def _membership(run: Run) -> Membership:
 def make_relay(start: Start) -> LinkedRole:
     """Make the relay. What a former incarnation did not send is in the slots."""
     host, membership = start.host, _membership(start.run)
-    link = _make_link(start, host.plan.actors)
+    links = _make_links(start, host.plan.actors)
+    link = links[0]
 
     def check(welcome: Welcome, channel: int) -> None:
         numbers = tuple(welcome.actors["actor"].tolist())
@@ -130,11 +155,19 @@ def make_relay(start: Start) -> LinkedRole:
             raise Fenced(f"another host now has the actor numbers {membership.numbers} of this one")
 
     link.on_welcome.append(check)
+    sender: ChunkLink
+    if len(links) == 1:
+        sender = ChunkSender(link, host.store())
+    else:
+        routes = Routes(host.part_of("routes"), host.plan.actors)
+        sender = ShardedChunkSender(
+            links, host.store(), routes, membership.numbers, start.notices.tell
+        )
     role = relay_over(
-        start, ChunkSender(link, host.store()), ZmqParameterSource(link), link, link.ready
+        start, sender, ZmqParameterSource(link), link, lambda: any(one.ready() for one in links)
     )
-    chores = [LinkWatch(link, start.notices)]
-    return LinkedRole(role, chores, lambda: link.close(bye=Bye()), link.fds)
+    chores = _watches(links, start.notices)
+    return LinkedRole(role, chores, lambda: _close(links), _fds(links))
 
 
 def relay_over(
@@ -202,15 +235,27 @@ class BothSinks:
 
 def make_learner_there(start: Start) -> LinkedRole:
     """Make the learner, once the replay has answered with the newest version's number."""
-    host, link = start.host, _make_link(start)
-    watch = LinkWatch(link, start.notices)
-    source, sink = ZmqSampleSource(link, host.plan.beta), ZmqParameterSink(link)
+    host, links = start.host, _make_links(start)
+    link, watches = links[0], _watches(links, start.notices)
+    source = _sample_source(start, links)
+    sink = ZmqParameterSink(link)
     StatsReader(link, host)
     sender = StatsSender(link, {LEARNER: host.metrics("learner")})
-    _open(link, watch)
+    _open(link, watches[0])
     role = make_learner(start, source, BothSinks(host.mailbox(), sink))
-    chores: list[Callable[[], object]] = [link.do_work, sender.do_work, watch]
-    return LinkedRole(role, chores, lambda: link.close(bye=Bye()), link.fds, save=role.close)
+    chores: list[Callable[[], object]] = [one.do_work for one in links]
+    chores += [sender.do_work, *watches]
+    return LinkedRole(role, chores, lambda: _close(links), _fds(links), save=role.close)
+
+
+def _sample_source(start: Start, links: Sequence[ZmqLink]) -> SampleSource:
+    """The learner's batches, of one replay or of all shards."""
+    beta = start.host.plan.beta
+    if len(links) == 1:
+        return ZmqSampleSource(links[0], beta)
+    seed = int(start.run.seed(NOT_ACTORS + 2).generate_state(1)[0])
+    method = start.run.config.replay.sampling
+    return ShardedSampleSource(links, beta, method, seed, start.notices.tell)
 
 
 # The replay's host.
@@ -278,11 +323,13 @@ def make_replay_there(start: Start) -> LinkedRole:
             membership.url, security_of(membership), run.form.largest_request_bytes,
             fstack=membership.fstack,
         ),
-        run.form, run.config.shared(), roster, incarnation=start.incarnation,
+        run.form, run.settings_at(membership.shard), roster, incarnation=start.incarnation,
         params_version=lambda: mailbox.version,
         memory_bytes=membership.network_memory_bytes, tell=start.notices.tell,
     )  # fmt: skip
     source = ZmqExperienceSource(server, replay.store)
+    if membership.shards > 1:  # most of an actor's transitions may be at others
+        server.transitions = lambda actor: _UNKNOWN
     ZmqParameters(server, mailbox)
     StatsHandler(server, host)
     chores: list[Callable[[], object]] = []

@@ -59,14 +59,17 @@ def _tell_all(run: Run, reason: str) -> None:
 
         over_redis.tell_all(run, reason)
         return
-    link = _link(run, run.membership)
-    try:
-        link.open(_FAREWELL_S)
-    except PeerError:
-        print(f"the replay at {link.url} could not be told that the run is over: end it yourself")
-        link.close()
-    else:
-        link.close(bye=Bye(over=reason))
+    for shard in range(run.membership.shards):
+        link = _link(run, run.membership, shard)
+        try:
+            link.open(_FAREWELL_S)
+        except PeerError:
+            print(
+                f"the replay at {link.url} could not be told that the run is over: end it yourself"
+            )
+            link.close()
+        else:
+            link.close(bye=Bye(over=reason))
 
 
 def _joined(run: Run) -> Run:
@@ -105,12 +108,13 @@ def _joined(run: Run) -> Run:
     )
 
 
-def _link(run: Run, membership: Membership) -> ZmqLink:
-    """A link to ask about the run, or to end it."""
+def _link(run: Run, membership: Membership, shard: int = 0) -> ZmqLink:
+    """A link to ask about the run, or to end it. Shard 0 knows the run."""
     schema = run.spec.schema(run.config.replay.n_step, run.config.replay.gamma)
     return ZmqLink(
-        membership.url, run.part.linked or "", membership.host, time.time_ns(), None,
-        run.config.shared(), security_of(membership), schema_hash=schema.hash,
+        membership.all_urls[shard], run.part.linked or "", membership.host, time.time_ns(), None,
+        replace(run, membership=membership).settings_at(shard), security_of(membership),
+        schema_hash=schema.hash,
         actors=run.config.actor.actors if "actor" in run.part.roles else int(membership.take_over),
     )  # fmt: skip
 

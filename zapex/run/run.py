@@ -34,15 +34,20 @@ NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
 class Membership:
     """How one of several hosts takes part in a run, and what the replay told it when it joined.
 
-    url: of the replay; on the replay's host the address to listen at. keys: a directory of `zapex
-    keygen`; "": none. take_over: a learner replaces one of another host. network_memory_bytes: a
-    bound for messages in flight at the replay. fstack_...: what fstack:// needs, as the flags.
-    host: one number for one join of this host's parent. numbers: the numbers of its actors in
-    the run. total_actors, chunk, epoch: the run's, as in a Welcome.
+    url: of the replay; on the replay's host the address to listen at. urls: of all shards, shard 0
+    first, which is `url` too; empty if there is one replay. shard: which of `shards` a replay's
+    host is. keys: a directory of `zapex keygen`; "": none. take_over: a learner replaces one of
+    another host. network_memory_bytes: a bound for messages in flight at the replay. fstack_...:
+    what fstack:// needs, as the flags. host: one number for one join of this host's parent.
+    numbers: the numbers of its actors in the run. total_actors, chunk, epoch: the run's, as in a
+    Welcome.
     """
 
     part: PartName
     url: str
+    urls: tuple[str, ...] = ()
+    shard: int = 0
+    shards: int = 1
     keys: str = ""
     insecure_network: bool = False
     take_over: bool = False
@@ -55,6 +60,11 @@ class Membership:
     total_actors: int = 0
     chunk: int = 0
     epoch: int = 0
+
+    @property
+    def all_urls(self) -> tuple[str, ...]:
+        """Of all shards."""
+        return self.urls or (self.url,)
 
     @property
     def fstack(self) -> Setup:
@@ -79,7 +89,9 @@ class Run:
         if self.membership is None:
             return ("zapex", "train")
         part, membership = self.part, self.membership
-        words = ["zapex", *part.words, f"--{part.address}", membership.url]
+        words = ["zapex", *part.words, f"--{part.address}", ",".join(membership.all_urls)]
+        if membership.shards > 1 and part.listens:
+            words += ["--shards", str(membership.shards), "--shard", str(membership.shard)]
         words += ["--keys", membership.keys] if membership.keys else []
         if membership.url.startswith("fstack:"):
             words += ["--fstack-lib", membership.fstack_lib]
@@ -176,14 +188,22 @@ class Run:
     def limiter(self) -> LimiterConfig:
         """The samples-per-insert limiter's settings."""
         config = self.config
+        shards = self.membership.shards if self.membership is not None else 1
         return LimiterConfig(
             samples_per_insert=config.replay.samples_per_insert,
             tolerance=config.limiter_tolerance,
-            min_size_to_sample=config.replay.learning_starts,
+            min_size_to_sample=-(-config.replay.learning_starts // shards),
             capacity=config.replay.capacity,
             grant=config.actor.envs_per_actor * config.chunk_transitions,
             batch=config.learner.batch_size,
         )
+
+    def settings_at(self, shard: int) -> dict[str, object]:
+        """The settings that both ends of a link to a shard compare, with the shard's own place."""
+        membership, shared = self.membership, self.config.shared()
+        if membership is None or membership.shards == 1:
+            return shared
+        return {**shared, "shard": f"{shard} of {membership.shards}"}
 
     @property
     def relay_limiter(self) -> LimiterConfig:

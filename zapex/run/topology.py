@@ -145,7 +145,6 @@ def make_replay(
         source,
         sink,
         host.metrics("replay"),
-        batch_size=host.plan.batch_size,
         method=run.config.replay.sampling,
     )
 

@@ -71,10 +71,7 @@ def serve(run: Run) -> None:
     )  # fmt: skip
     intake = Intake(source, replay, limits, actors=1, streams_per_actor=STREAMS)
     metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "replay", create=True)
-    role = ReplayServer(
-        replay, intake, source, sink, metrics, batch_size=batch,
-        method=run.config.replay.sampling,
-    )  # fmt: skip
+    role = ReplayServer(replay, intake, source, sink, metrics, method=run.config.replay.sampling)
     print(json.dumps(server.url), flush=True)
     while True:
         if not role.do_work():

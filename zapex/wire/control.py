@@ -139,13 +139,16 @@ class Ack(Message, kind=Kind.ACK, body=_ACTOR_STATES):
 
 
 def _check_batch_size(raw: RawMessage, form: Form) -> tuple[()]:
-    if raw.rows != form.batch_size:
-        raise BadMessage(f"this run's batches have {form.batch_size} rows, not {raw.rows}")
+    if not 1 <= raw.rows <= form.batch_size:
+        raise BadMessage(f"this run's batches have 1 to {form.batch_size} rows, not {raw.rows}")
     return read_nothing(raw, form)
 
 
 class Sample(Message, kind=Kind.SAMPLE, body=Body(lambda m: (), _check_batch_size)):
-    """A request for one batch; `sequence` is its number, which the answer repeats."""
+    """A request for one batch, or for a part of one that several replays draw together.
+
+    sequence: its number, which the answer repeats. rows: at most the run's batch size.
+    """
 
     sequence: int = word("sequence")
     rows: int = word("rows")

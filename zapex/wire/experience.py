@@ -262,9 +262,8 @@ def _read_batch(raw: RawMessage, form: Form) -> tuple[Any, ...]:
     """`body`; every row refers only to frames that came."""
     _check_schema(raw, form)
     schema, rows, frames = form.schema, raw.rows, raw.frames
-    least = 1 if form.any_rows else form.batch_size
-    if not least <= rows <= form.batch_size:
-        raise BadMessage(f"a batch has {form.batch_size} rows, got {rows}")
+    if not 1 <= rows <= form.batch_size:
+        raise BadMessage(f"a batch has 1 to {form.batch_size} rows, got {rows}")
     if frames > 2 * rows * schema.stack:
         raise BadMessage(f"{frames} frames are more than {rows} rows can need")
     _check_lengths(raw, schema, frames, batch_rows_bytes(schema, rows))

@@ -1,0 +1,271 @@
+"""A learner's batches from several replays: each part from its shard, by the shards' totals.
+
+A batch is asked of all shards at once. A shard of which nothing is known, or that was lost, has no
+share. One request waits there, and its answer brings the share. A shard is lost when a batch waits
+for it and it has been silent, when it begins anew with an empty memory, or when the other parts of
+a batch have waited for it too long. Then its rows are drawn from the others.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.batch import Batch
+from zapex.chunks.keys import by_shard, without_shard
+from zapex.chunks.layout import BatchLayout
+from zapex.net.link import ZmqLink
+from zapex.net.sample_source import ZmqSampleSource
+from zapex.replay.draw import Draw
+from zapex.replay.shards import Part, Shares, check_method, share_out
+from zapex.sumtree_numba import Method
+from zapex.transport import Sampled
+from zapex.wire.batches import BatchUnpacker
+from zapex.wire.control import Welcome
+from zapex.wire.experience import BatchMessage
+
+SILENT_S = 3.0  # a living replay says something each second
+LATE_S = 10.0  # one that lives and cannot give its rows: its actors are too slow, or gone
+_LOOK_S = 1.0  # who looks less often was busy, and knows nothing of a silence
+_FRESH_S = 1.0  # a total that is older is asked anew
+_DEADLINE_S = 60.0  # for the separate thread, whose work takes milliseconds
+
+
+@dataclass(eq=False)
+class _Asked:
+    """Rows that a shard was asked for. known: its total at that time."""
+
+    shard: int
+    rows: int
+    known: float
+    request: int
+    message: BatchMessage | None = None
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """A batch that was asked for. missing: rows that no shard was asked for yet."""
+
+    missing: int
+    parts: list[_Asked] = field(default_factory=list)
+    since_s: float = 0.0
+
+    @property
+    def has_come(self) -> bool:
+        return not self.missing and all(part.message is not None for part in self.parts)
+
+
+class ShardedSampleSource:
+    """The SampleSource of a learner with several replays.
+
+    Args:
+        links: one to each shard, in the run's order.
+        beta: of the weights.
+        method: "stratified" or "independent".
+        seed: of what decides how a batch is shared out.
+        tell: takes a line about a share that goes or comes back.
+        clock_s: monotonic, in seconds; for tests.
+
+    Attributes:
+        shares: what is known of each shard, and how often a share was lost and came back.
+        dropped: priorities of shards that were away.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[ZmqLink],
+        beta: float,
+        method: Method,
+        seed: int | None,
+        tell: Callable[[str], object],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_method(method)
+        self._links, self._beta, self._method = links, beta, method
+        self._sources = [ZmqSampleSource(link, beta) for link in links]
+        self._rng, self._tell, self._clock_s = np.random.default_rng(seed), tell, clock_s
+        form = links[0].form
+        assert form is not None
+        self._form = form
+        self.shares = Shares(len(links))
+        self.dropped = 0
+        self._wanted: deque[_Wanted] = deque()
+        self._looked_s = self._awake_s = clock_s()
+        self._probes: dict[int, int] = {}  # shard -> its request
+        self._probe_rows = [1] * len(links)
+        self._learned_s = [-np.inf] * len(links)
+        self._epochs = [0] * len(links)
+        self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._job: tuple[Batch, _Wanted, Future[list[Part]]] | None = None
+        for shard, link in enumerate(links):
+            link.on_welcome.append(partial(self._welcome, shard))
+
+    @property
+    def outstanding(self) -> int:
+        """Requests whose batch was not polled yet."""
+        return len(self._wanted)
+
+    def request(self) -> None:
+        """Ask for one more batch."""
+        self._wanted.append(_Wanted(self._form.batch_size))
+        self._share_out()
+
+    def ready(self) -> bool:
+        """Whether a batch can be polled."""
+        self._receive()
+        for wanted in self._wanted:
+            for part in wanted.parts:
+                self._take(part)
+        self._look_for_shares()
+        self._share_out()
+        if not self._wanted:
+            return False
+        if not self._wanted[0].has_come:
+            self._lose_late(self._wanted[0])
+        return self._wanted[0].has_come
+
+    def _receive(self) -> None:
+        now_s = self._clock_s()
+        if now_s - self._looked_s > _LOOK_S:
+            self._awake_s = now_s
+        self._looked_s = now_s
+        for link in self._links:
+            link.do_work()
+
+    def _silent_s(self, shard: int) -> float:
+        """Seconds in which this end looked, and the shard said nothing."""
+        return min(self._links[shard].silent_s, self._clock_s() - self._awake_s)
+
+    def _take(self, part: _Asked) -> None:
+        if part.message is None:
+            part.message = self._sources[part.shard].take(part.request)
+            if part.message is not None:
+                self._learn(part.shard, part.message)
+
+    def _learn(self, shard: int, message: BatchMessage) -> None:
+        draw = message.draw
+        self._learned_s[shard] = self._clock_s()
+        if self.shares.learn(shard, draw.total, message.live, draw.smallest):
+            total = self.shares.totals
+            self._tell(
+                f"shard {shard} answers again, with {message.live:,} transitions: "
+                f"{total[shard] / total.sum():.0%} of the batches are its share"
+            )
+
+    def _look_for_shares(self) -> None:
+        """Let one request wait at each shard of which nothing is known, or nothing new."""
+        now_s = self._clock_s()
+        for shard, source in enumerate(self._sources):
+            if shard in self._probes:
+                message = source.take(self._probes[shard])
+                if message is not None:
+                    del self._probes[shard]
+                    self._learn(shard, message)
+            elif not source.outstanding and (
+                not self.shares.totals[shard] or now_s - self._learned_s[shard] > _FRESH_S
+            ):
+                self._probes[shard] = source.request(self._probe_rows[shard])
+                self._probe_rows[shard] = 1
+
+    def _share_out(self) -> None:
+        """Ask the shards for all rows that none was asked for yet."""
+        totals = self.shares.totals
+        for wanted in self._wanted if totals.any() else ():
+            if not wanted.missing:
+                continue
+            counts = share_out(totals, wanted.missing, self._rng, self._method)
+            for shard, rows in enumerate(counts.tolist()):
+                if rows:
+                    request = self._sources[shard].request(rows)
+                    wanted.parts.append(_Asked(shard, rows, float(totals[shard]), request))
+            wanted.missing, wanted.since_s = 0, self._clock_s()
+
+    def _lose_late(self, wanted: _Wanted) -> None:
+        late = {part.shard for part in wanted.parts if part.message is None}
+        others_wait = len(late) < len({part.shard for part in wanted.parts})
+        if not others_wait:
+            wanted.since_s = self._clock_s()
+        waited_s = self._clock_s() - wanted.since_s
+        for shard in sorted(late):
+            silent_s = self._silent_s(shard)
+            if silent_s > SILENT_S:
+                self._lose(shard, f"has been silent for {silent_s:.0f} s")
+            elif waited_s > LATE_S:
+                self._lose(shard, f"has not given its rows of a batch for {waited_s:.0f} s")
+
+    def _lose(self, shard: int, why: str) -> None:
+        """Take the shard's share from it, and its rows of all batches."""
+        shares, source = self.shares, self._sources[shard]
+        share = shares.totals[shard] / max(shares.totals.sum(), 1e-300)
+        if shares.lose(shard):
+            url = self._links[shard].url
+            self._tell(f"shard {shard} at {url} {why}: its {share:.0%} of the batches are drawn "
+                       "from the others until it answers")  # fmt: skip
+        for wanted in self._wanted:
+            for part in [p for p in wanted.parts if p.shard == shard and p.message is None]:
+                source.forget(part.request)
+                wanted.parts.remove(part)
+                wanted.missing += part.rows
+                self._probe_rows[shard] = max(self._probe_rows[shard], part.rows)
+        self._share_out()
+
+    def _welcome(self, shard: int, welcome: Welcome, channel: int) -> None:
+        known, self._epochs[shard] = self._epochs[shard], welcome.epoch
+        if known not in (0, welcome.epoch):
+            self._lose(shard, "was started again with an empty memory")
+
+    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
+        """Unpack the oldest batch, of which all parts have come, with its weights; or None."""
+        job, self._job = self._job, None
+        done = job[2].result(_DEADLINE_S) if job is not None else None  # it may write to `batch`
+        if not self.ready():
+            return None
+        wanted = self._wanted.popleft()
+        if job is None or done is None or job[0] is not batch or job[1] is not wanted:
+            done = self._unpack(wanted, batch)
+        draw = self.shares.together(done)
+        batch.keys[:] = draw.keys
+        draw.weigh(batch.weights, self._beta)
+        if following is not None and self._wanted and self._wanted[0].has_come:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "batches")
+            after = self._wanted[0]
+            work = self._thread.submit(self._unpack, after, following)
+            self._job = following, after, work
+        return Sampled(torn=0, live=draw.count)
+
+    def _unpack(self, wanted: _Wanted, batch: Batch) -> list[Part]:
+        """Put all parts of a batch that has come into its memory, one behind another."""
+        if batch.layout not in self._unpackers:
+            self._unpackers[batch.layout] = BatchUnpacker(batch.layout, self._form.layout)
+        unpacker, first, done = self._unpackers[batch.layout], 0, []
+        for part in wanted.parts:
+            assert part.message is not None
+            draw: Draw = unpacker.unpack(part.message, batch, first)
+            done.append(Part(part.shard, part.known, draw))
+            first += part.rows
+        return done
+
+    def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
+        """Send new priorities to their shards; False while one has too many in flight.
+
+        Those of a shard that is away are dropped: its transitions keep their priorities.
+        """
+        self._receive()
+        parts = by_shard(keys)
+        for shard in parts:
+            if self._sources[shard].is_full and self._silent_s(shard) > SILENT_S:
+                self._lose(shard, f"has been silent for {self._silent_s(shard):.0f} s")
+        there = {s: rows for s, rows in parts.items() if not self.shares.is_away(s)}
+        if any(self._sources[shard].is_full for shard in there):
+            return False
+        for shard, rows in there.items():
+            self._sources[shard].update(without_shard(keys[rows]), priorities[rows])
+        self.dropped += sum(map(len, parts.values())) - sum(map(len, there.values()))
+        return True
