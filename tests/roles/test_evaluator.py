@@ -38,6 +38,42 @@ def test_every_stream_plays_its_first_episodes_however_long_they_are(num_streams
     assert (result.mean, result.std) == (np.mean(expected), np.std(expected))
 
 
+class Seen:
+    """A spectator that keeps what it sees, and leaves after `leave` moments."""
+
+    def __init__(self, leave=1_000_000):
+        self.moments, self.names, self._leave = [], (), leave
+
+    def begin(self, screens_per_s, action_names):
+        self.screens_per_s, self.names = screens_per_s, action_names
+
+    def see(self, moment):
+        self.moments.append(moment)
+        return len(self.moments) < self._leave
+
+
+def test_a_spectator_sees_every_step_of_every_game_with_its_q_values():
+    seen = Seen()
+    result = evaluate(prefer_last, check("CartPole-v1"), 2, seed=3, epsilon=0.0, spectator=seen)
+    steps = [m for m in seen.moments if m.q is not None]
+    assert len(steps) == result.steps
+    assert [m.game for m in seen.moments] == sorted(m.game for m in seen.moments)
+    ends = [max(m.score for m in steps if m.game == game) for game in (1, 2)]
+    assert tuple(ends) == result.returns
+    assert all(m.action == 1 and m.q.tolist() == [0.0, 1.0] for m in steps)
+    assert all(m.screens[0].shape == (400, 600, 3) for m in seen.moments)
+    assert (seen.names, seen.screens_per_s) == (("0", "1"), 50.0)
+
+
+def test_actions_of_atari_have_their_names_and_four_screens_a_step():
+    seen = Seen(leave=4)
+    spec = check("ALE/Breakout-v5")
+    result = evaluate(lambda obs: np.zeros((1, 4)), spec, 1, seed=0, epsilon=0.0, spectator=seen)
+    assert result.returns == ()  # the spectator left before a game was over
+    assert seen.names == ("NOOP", "FIRE", "RIGHT", "LEFT")
+    assert [len(m.screens) for m in seen.moments] == [1, 4, 4, 4]
+
+
 def test_a_second_evaluation_goes_on_with_the_same_streams():
     streams = make(check(LENGTHS, {"lengths": [2, 3, 4, 5]}), 1, seed=0)
     for expected in ((2.0, 3.0), (5.0, 2.0)):  # the third was begun and dropped

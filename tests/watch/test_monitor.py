@@ -184,6 +184,28 @@ def test_an_output_that_fails_is_reported_once_and_ends_nothing(capsys):
     assert len(good.written) == 4
 
 
+def test_a_terminal_that_is_gone_is_told_from_other_failures_and_another_view_takes_its_place():
+    gone = Recording()
+    gone.show = lambda snapshot: os.write(*unread)
+    ours, theirs = os.openpty()
+    os.close(ours)
+    unread = theirs, b"a picture"
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(gone, view_period_s=0)
+    monitor.tick()
+    assert monitor.terminal_is_gone
+    os.close(theirs)
+    log = Recording()
+    monitor.show_in(log)
+    assert not monitor.terminal_is_gone
+    assert gone.closed == 1
+    monitor.tick()
+    assert len(log.shown) == 1
+    other = fake.monitor(Broken(), view_period_s=0)
+    other.tick()
+    assert not other.terminal_is_gone
+
+
 def test_messages_carry_the_runs_clock_and_a_number():
     _, monitor = fake_run.started(head_start_s=60)
     numbers = [message.number for message in monitor.look().messages]
