@@ -116,3 +116,20 @@ def test_a_replay_with_a_learner_on_its_host_refuses_another_one() -> None:
     assert isinstance(refusal, Error)
     assert refusal.text == "this replay has its learner on its own host"
     assert isinstance(joins(sessions, 2), Session)
+
+
+def test_the_number_of_the_host_that_is_silent_for_the_longest_time_goes_first() -> None:
+    clock = Clock()
+    sessions = sessions_of(2, clock)
+    clock.now_s = 20.0
+    for host in (1, 2):
+        assert isinstance(joins(sessions, host), Session)
+        assert sessions.of_peer(f"{host}.1".encode()) is not None
+    clock.now_s += 30.0
+    assert sessions.of_peer(b"1.1") is not None  # host 1 was heard later, though it came first
+    clock.now_s += 11.0
+    new = joins(sessions, 3)
+    assert isinstance(new, Session)
+    assert new.actors == (1,)
+    assert sessions.of_peer(b"1.1") is not None
+    assert isinstance(joins(sessions, 4), Error)

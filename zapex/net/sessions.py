@@ -234,13 +234,18 @@ class Sessions:
         now_s = self._clock_s()
         # A server that has just started does not know yet which clients are alive.
         if actors is None and now_s - self._started_s >= _SESSION_S:
+            known = {s.host: s for s in self.of_roles(*_WRITERS)}
             there = {
-                s.host
-                for s in self.of_roles(*_WRITERS)
+                host
+                for host, s in known.items()
                 if now_s - s.heard_s < (_START_S if s.starts else _SESSION_S)
             }
             hosts = {self._roster.host(actor) for actor in range(self._roster.actors)}
-            gone = sorted(hosts - there - {session.host, NO_HOST})
+            # The longest silent first: who is only stopped for a while is likely to come back.
+            gone = sorted(
+                hosts - there - {session.host, NO_HOST},
+                key=lambda host: (known[host].heard_s if host in known else -1.0, host),
+            )
             actors = self._roster.assign(session.host, count, gone)
             for former in map(self._of_host, gone):
                 if former is not None and not self._roster.actors_of(former.host):
