@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel site bench bench-all learning reproduce numbers plots paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel release site bench bench-all learning reproduce numbers plots paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -52,6 +52,7 @@ help:
 	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
 	  '  make mutants  small random changes of modules, and whether tests notice: ARGS="--module limiter --count 20"' \
 	  '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
+	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make reproduce  what the documentation claims, measured again: CLAIM=tree-cold, QUICK=1 in ten minutes' \
 	  '  make bench-all  every result that lacks evidence, measured one after the other: ARGS=--list' \
@@ -116,6 +117,12 @@ wheel: $(STAMP)
 	@rm -rf build
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
+
+# In dist/, then installed from an index of its own on Python 3.11, 3.12 and 3.13: docs/releasing.md.
+release: $(STAMP)
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' build twine
+	@ZAPEX_RELEASE=1 $(BIN)/python -m pytest -rs -n 0 -m scenario tests/scenarios/test_index.py $(ARGS)
+	@ls -l dist/zapex-*
 
 # strict: a broken link or a page that nothing leads to is a failure.
 site: $(STAMP)

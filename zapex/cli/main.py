@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zapex
-from zapex.cli import balance, comparing, hosts, play, saved, seeds, simulate, watching
+from zapex.cli import balance, comparing, completion, hosts, play, saved, seeds, simulate, watching
 from zapex.cli import launch as launches
 from zapex.cli.resolve import MACHINE, Resolved, findings, prepared, resolve
 from zapex.config.settings import Config
@@ -120,7 +120,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _overview() -> str:
-    commands = "\n".join(f"  zapex {name:<8} {text}" for name, (_, text) in COMMANDS.items())
+    commands = "\n".join(f"  zapex {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     return (
         f"zapex {zapex.__version__}: distributed prioritized experience replay\n\n{commands}\n"
         "  zapex --version\n\n`zapex COMMAND --help` shows its flags."
@@ -272,6 +272,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     ),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine (source tree only)"),
+    "completion": (
+        lambda args: completion.command(args, COMMANDS),
+        "what makes a shell complete these words: zapex completion bash",
+    ),
 }
 """Command -> (its function, its purpose)."""
 
