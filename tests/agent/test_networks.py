@@ -139,9 +139,11 @@ def test_equal_seeds_make_equal_networks():
 
 
 def test_the_smallest_image_works_and_one_less_is_refused():
-    assert q_values(build(obs_shape=(1, 36, 36)), images(1, (1, 36, 36))).shape == (1, 3)
-    for shape in ((1, 35, 36), (84, 84, 4)):
-        with pytest.raises(ConfigError, match=r"\(stack, height, width\).*at least 36"):
+    for side in (36, 35, 16, 15, 7):
+        network = build(obs_shape=(1, side, side))
+        assert q_values(network, images(1, (1, side, side))).shape == (1, 3)
+    for shape in ((1, 6, 36), (84, 84, 4)):
+        with pytest.raises(ConfigError, match=r"at least 7 pixels.*FlattenObservation"):
             build(obs_shape=shape)
 
 

@@ -91,9 +91,9 @@ train Pendulum-v1                            | Discrete actions
 train LunarLander-v2                         | LunarLander
 train no_such_module:Env-v0                  | no module 'no_such_module'
 train TOY:Lengthz                            | did you mean Lengths-v0
-train TOY:dict_observations                  | FlattenObservation
+train TOY:dict_observations                  | with a --wrapper of your own
 train TOY:many_actions                       | Discrete actions
-train TOY:tiny_images                        | resize them
+train TOY:tiny_images                        | FlattenObservation
 train TOY:not_an_environment                 | must be a gymnasium.Env class
 train CartPole-v1 Acrobot-v1                 | 'Acrobot-v1' is not a flag
 train SMALL --env-kwargs oops                | pairs like key=value, got 'oops'
@@ -108,7 +108,7 @@ train --buffer-size 1M                       | did you mean --capacity?
 train --num-envs 8                           | did you mean --envs-per-actor?
 train --workers 8                            | did you mean --actors?
 train --gpu                                  | did you mean --device?
-train --optimizer adam                       | did you mean --optimiser?
+train --optimzer adam                        | did you mean --optimiser?
 train --train-frequency 4                    | did you mean --samples-per-insert?
 train --target-network-frequency 500         | did you mean --target-period?
 train --exploration-fraction 0.1             | did you mean --eps-base?
@@ -146,7 +146,7 @@ train SMALL --actors                         | --actors needs a value: --actors 
 train SMALL --actors 0                       | --actors must be at least 1
 train SMALL --envs-per-actor 5000            | --envs-per-actor must be at most 4,096
 train SMALL --optimiser sgd                  | 'rmsprop', 'adam'
-train SMALL --loss mse                       | 'huber', 'squared'
+train SMALL --loss l1                        | squared, huber or module:name
 train SMALL --precision fp16                 | 'float32', 'bfloat16'
 train SMALL --device gpu                     | 'cpu', 'cuda'
 train SMALL --device cuda                    | --device cpu

@@ -70,11 +70,11 @@ def many_actions() -> gymnasium.Env[Any, Any]:
 
 
 def dict_observations() -> gymnasium.Env[Any, Any]:
-    return Spaces(Dict({"a": Box(0, 1, (3,), np.float32)}), Discrete(2))
+    return Spaces(Dict({"a": Discrete(3)}), Discrete(2))
 
 
 def tiny_images() -> gymnasium.Env[Any, Any]:
-    return Spaces(Box(0, 255, (10, 10, 3), np.uint8), Discrete(2))
+    return Spaces(Box(0, 255, (6, 10, 3), np.uint8), Discrete(2))
 
 
 def colour_images() -> gymnasium.Env[Any, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from zapex.agent.device import Device, Enter, Queues, Ticket
-from zapex.agent.networks import DuelingNetwork
+from zapex.agent.flat import Network
 
 
 class DevicePolicy:
@@ -19,7 +19,7 @@ class DevicePolicy:
     """
 
     def __init__(
-        self, network: DuelingNetwork, queues: Queues, streams: int, dtype: np.dtype[Any]
+        self, network: Network, queues: Queues, streams: int, dtype: np.dtype[Any]
     ) -> None:
         self._network, self._shape = network, (streams, *network.obs_shape)
         self._dtype = torch.from_numpy(np.empty(0, dtype)).dtype
@@ -56,9 +56,7 @@ class Sizes:
     make: makes the policy for so many observations. network: the one of all policies.
     """
 
-    def __init__(
-        self, make: Callable[[int], DevicePolicy], network: DuelingNetwork, group: int
-    ) -> None:
+    def __init__(self, make: Callable[[int], DevicePolicy], network: Network, group: int) -> None:
         self._make, self._network, self._group = make, network, group
         self._policies: dict[int, DevicePolicy] = {}
 

@@ -9,6 +9,11 @@ def epsilon_ladder(num_streams: int, base: float = 0.4, alpha: float = 7.0) -> n
     return np.asarray(base ** (1.0 + alpha * rank))
 
 
+def linear_epsilon(frames: float, over: int, end: float) -> float:
+    """Epsilon after `frames` of a run: a line from 1 to `end` over `over` frames (DQN's)."""
+    return max(end, 1.0 - (1.0 - end) * frames / over)
+
+
 def epsilon_greedy(
     q: np.ndarray, epsilons: np.ndarray | float, rng: np.random.Generator
 ) -> np.ndarray:

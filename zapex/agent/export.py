@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zapex.agent import fused
-from zapex.agent.networks import DuelingNetwork
+from zapex.agent.flat import Network
 from zapex.errors import ConfigError
 
 _ROWS = 5
@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3  # of the largest Q value: sums are made in another order
 class _Whole(nn.Module):
     """From observations as the replay keeps them to Q values."""
 
-    def __init__(self, network: DuelingNetwork) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__()
         self._network = [network]
 
@@ -28,7 +28,7 @@ class _Whole(nn.Module):
         return network(network.to_plain_input(obs))
 
 
-def export(network: DuelingNetwork, file: Path, dtype: str) -> float:
+def export(network: Network, file: Path, dtype: str) -> float:
     """Write `network`, of float32 on the CPU, and compare the file's Q values with its own.
 
     dtype: of its observations. The file has one input `obs` (B, *obs_shape) and one output
@@ -60,7 +60,8 @@ def export(network: DuelingNetwork, file: Path, dtype: str) -> float:
                 dynamo=False,
             )
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"the network cannot be written as ONNX: {error}") from error
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"the network cannot be written as ONNX: {first}") from error
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     # Not the traced number of rows: it must not have become a part of the file.
     for rows in (_ROWS, 1):

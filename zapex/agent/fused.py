@@ -43,22 +43,22 @@ class _Use:
     allowed = True
 
 
-_use = _Use()
+use = _Use()
 
 
 @contextlib.contextmanager
 def plain_operators() -> Iterator[None]:
     """Within this context layers are plain operators, which other programs know too."""
-    _use.allowed = False
+    use.allowed = False
     try:
         yield
     finally:
-        _use.allowed = True
+        use.allowed = True
 
 
 def _pays(weight: Tensor) -> bool:
     is_small = weight.ndim == 2 and weight.numel() < _SMALL
-    return AVAILABLE and _use.allowed and weight.device.type == "cpu" and not is_small
+    return AVAILABLE and use.allowed and weight.device.type == "cpu" and not is_small
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:

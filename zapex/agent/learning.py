@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from zapex.agent.networks import DuelingNetwork
+from zapex.agent.flat import Network
+from zapex.agent.losses import named_loss, rows_and_slopes
 from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
 from zapex.errors import CheckpointError, Diverged
 from zapex.machine import heap
 
+_TEMPERATURE, _MUNCHAUSEN = 0.03, 0.9  # tau and alpha of Vieillard et al. 2020
 _MMAPS = 1 << 16  # glibc's own default
 
 Enter = Callable[[str], object]
@@ -40,9 +43,11 @@ class DQN:
     """Online and target network, loss and optimiser; the defaults are Ape-X's values.
 
     `optimiser` is `rmsprop` (centred) or `adam`; `optimiser_eps` is added to its denominator.
-    `loss` is `huber` (slope 1 beyond an error of 1) or `squared` (half the square), each times
-    the importance weight, averaged over the batch. `max_grad_norm` 0 does not clip. The target
-    becomes the online network after every `target_period` batches.
+    `loss` is `huber` (slope 1 beyond an error of 1), `squared` (half the square) or
+    module:function, each times the importance weight, averaged over the batch. Without `double` the
+    target network chooses the action too. `munchausen` gives the targets of Vieillard et al. 2020,
+    equation 1; of n steps, only the first has the added term. `max_grad_norm` 0 does not clip. The
+    target becomes the online network after every `target_period` batches.
 
     Create it in the thread that will call `learn`. On a CPU, this also makes the process keep freed
     memory, and makes this thread treat numbers below 1e-38 as 0.
@@ -50,13 +55,15 @@ class DQN:
 
     def __init__(
         self,
-        network: DuelingNetwork,
+        network: Network,
         *,
         lr: float = 0.00025 / 4,
         optimiser: str = "rmsprop",
         rmsprop_decay: float = 0.95,
         optimiser_eps: float = 1.5e-7,
         loss: str = "huber",
+        double: bool = True,
+        munchausen: bool = False,
         max_grad_norm: float = 40.0,
         target_period: int = 2500,
     ) -> None:
@@ -64,10 +71,13 @@ class DQN:
             _prepare_this_thread()
         self.online = network
         self.target = network.copy()
+        network.learns()
         self.batches = 0
         # Whether a batch's images have their channels innermost, which a CPU's kernels want.
         self.channels_last = network.device.type == "cpu"
-        self._loss = loss
+        self._slope_limit = 1.0 if loss == "huber" else math.inf
+        self._loss = named_loss(loss) if ":" in loss else None
+        self._double, self._munchausen = double, munchausen
         self._max_grad_norm = max_grad_norm
         self._target_period = target_period
         self.gradient = torch.zeros_like(network.flat)
@@ -126,19 +136,39 @@ class DQN:
         action, weights = columns["action"], columns["weights"]
         self.target.pack(len(action))
         with torch.no_grad():
-            greedy = online(following).argmax(1, keepdim=True)
-            bootstrap = self.target(following).gather(1, greedy).squeeze(1)
-            target = columns["reward"] + columns["discount"] * bootstrap
+            target = self._targets(seen, following, columns)
         q = online(seen).gather(1, action.unsqueeze(1)).squeeze(1)
         with torch.no_grad():
             td = target - q
-            slope = td.clamp(-1.0, 1.0) if self._loss == "huber" else td
-            loss = (weights * slope * (td - 0.5 * slope)).mean()
+            slope = td if self._slope_limit == math.inf else td.clamp(-1.0, 1.0)
+            rows = slope * (td - 0.5 * slope)
+        if self._loss is not None:
+            rows, slope = rows_and_slopes(self._loss, q, target)
+            slope = -slope
+        loss = (weights * rows).mean()
         enter("backward")
         pull = weights * slope / -len(td)  # the loss's derivative by q
-        gradients = torch.autograd.grad(q, list(online.leaves.values()), pull)
+        # A network of one's own may have parameters that Q does not depend on.
+        leaves = list(online.leaves.values())
+        gradients = torch.autograd.grad(q, leaves, pull, materialize_grads=True)
         online.gather_gradients(gradients, self._gradient_views)
         return td, q.detach(), loss
+
+    def _targets(self, seen: Any, following: Any, columns: Mapping[str, Tensor]) -> Tensor:
+        """What the predictions of a batch are to be, (B,); without gradient."""
+        reward, discount = columns["reward"], columns["discount"]
+        if self._munchausen:
+            q = self.target(following)
+            log_policy = F.log_softmax(q / _TEMPERATURE, 1)
+            soft = (log_policy.exp() * (q - _TEMPERATURE * log_policy)).sum(1)
+            taken = F.log_softmax(self.target(seen) / _TEMPERATURE, 1)
+            taken = taken.gather(1, columns["action"].unsqueeze(1)).squeeze(1)
+            bonus = _MUNCHAUSEN * (_TEMPERATURE * taken).clamp(-1.0, 0.0)
+            return reward + bonus + discount * soft
+        if not self._double:
+            return reward + discount * self.target(following).amax(1)
+        greedy = self.online(following).argmax(1, keepdim=True)
+        return reward + discount * self.target(following).gather(1, greedy).squeeze(1)
 
     def step(
         self,

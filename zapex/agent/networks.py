@@ -1,4 +1,4 @@
-"""Dueling networks whose parameters are one flat float32 tensor.
+"""The built-in network: convolutions or a dense layer, then the two streams of a dueling network.
 
     uint8 images   (stack, H, W) -> conv c 8x8/4 -> 2c 4x4/2 -> 2c 3x3/1 -> two streams of `hidden`
     anything else  flattened     -> dense `hidden` -> two streams of `hidden`
@@ -6,16 +6,14 @@
 The value and the advantage stream see the same features, so they are one matrix product of
 2 x `hidden` units: Q(s, a) = V(s) + A(s, a) - mean over a' of A(s, a')  (Wang et al. 2016, eq. 9).
 
-All parameters are one after another in `flat`: publishing, clipping and the optimiser each pass
-over one array. The forward pass uses a copy of the trunk in `dtype` (or the parameters themselves
-if that is float32); `refresh()` renews the copy. The output layers are always float32, because
-bfloat16 would quantise the TD errors.
+The convolutions are smaller for images below 36 pixels. Without `dueling` there is one stream,
+whose output is Q. The forward pass uses a copy of the trunk in `dtype` (or the parameters
+themselves if that is float32); `refresh()` renews the copy. The output layers are always float32,
+because bfloat16 would quantise the TD errors.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from zapex.agent.architecture import (
     sees_images,
     trunk_layers,
 )
+from zapex.agent.flat import Network
 from zapex.errors import ConfigError
 from zapex.machine.resources import cpu_multiplies_bfloat16
 
@@ -41,6 +40,9 @@ def build(
     hidden: int | None = None,
     *,
     channels: int = NATURE_CHANNELS,
+    dueling: bool = True,
+    layer_norm: bool = False,
+    max_pool: int = 0,
     precision: str = "auto",
     device: str = "auto",
     seed: int = 0,
@@ -49,19 +51,25 @@ def build(
 
     `hidden` is the units of each stream; the default is 512 for images and 128 for vectors.
     `channels` is the filters of the first convolution; the others have twice as many.
+    `dueling` and `max_pool` are as in `architecture.trunk_layers`. `layer_norm` normalises what
+    each layer of the trunk gives, before its ReLU.
     `precision` of an image network's trunk is `float32`, `bfloat16`, or `auto`: bfloat16 if the
     hardware multiplies it faster. `device` is `cpu`, `cuda`, or `auto`: cuda if there is one.
     Raises ConfigError if no network fits the observations.
     """
     shape = tuple(int(n) for n in obs_shape)
     is_image = sees_images(shape, obs_dtype)
-    trunk = trunk_layers(shape, obs_dtype, hidden, channels)
-    place = _device(device)
+    trunk = trunk_layers(shape, obs_dtype, hidden, channels, dueling, max_pool)
+    place = device_of(device)
     dtype = _dtype(precision, place) if is_image else torch.float32
-    return DuelingNetwork(shape, trunk, num_actions, dtype=dtype, device=place, seed=seed)
+    return DuelingNetwork(
+        shape, trunk, num_actions, dtype=dtype, device=place, seed=seed, dueling=dueling,
+        layer_norm=layer_norm, max_pool=max_pool,
+    )  # fmt: skip
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that `cpu`, `cuda` or `auto` means. Raises ConfigError if torch finds no GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -82,13 +90,8 @@ def _dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-class DuelingNetwork:
-    """Q values of a batch of observations; see the module's docstring.
-
-    `views` are the named parameters, each a view of `flat`. `leaves` are the tensors of the forward
-    pass, in the same order. Gradients are taken with respect to them; `gather_gradients` copies
-    these into the gradient of `flat`.
-    """
+class DuelingNetwork(Network):
+    """Q values of a batch of observations; see the module's docstring."""
 
     def __init__(
         self,
@@ -99,30 +102,29 @@ class DuelingNetwork:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        dueling: bool = True,
+        layer_norm: bool = False,
+        max_pool: int = 0,
     ) -> None:
-        self.obs_shape = obs_shape
-        self.num_actions = num_actions
         self.dtype = dtype
-        self.device = device
         self._trunk = trunk
-        self._hidden = trunk[-1].weight[0] // 2
+        self._dueling, self._layer_norm, self._max_pool = dueling, layer_norm, max_pool
+        self._hidden = trunk[-1].weight[0] // (2 if dueling else 1)
         self._is_image = trunk[0].stride > 0
         # Bytes go in as they are; 1/255 is folded into the first layer's copy.
         self._input_scale = 1.0 / 255.0 if self._is_image else 1.0
-        layers = [*trunk, *output_layers(trunk, num_actions)]
+        layers = [*trunk, *output_layers(trunk, num_actions, dueling)]
         shapes: dict[str, tuple[int, ...]] = {}
         for layer in layers:
             shapes[f"{layer.name}.weight"] = layer.weight
             shapes[f"{layer.name}.bias"] = layer.weight[:1]
-        self.shapes = shapes
-        self.num_parameters = sum(math.prod(shape) for shape in shapes.values())
+        super().__init__(obs_shape, num_actions, device, shapes)
         self._bind(self._initial(layers, seed).to(device))
 
     def _bind(self, flat: Tensor) -> None:
-        self.flat = flat
         self._packed = flat  # unused while _packed_rows is 0
         self._packed_rows = 0
-        self.views = self.split(self.flat)
+        super()._bind(flat)
         self.leaves = {name: self._leaf(name, view) for name, view in self.views.items()}
         self.refresh()
 
@@ -135,38 +137,6 @@ class DuelingNetwork:
             size = math.prod(layer.weight) + layer.weight[0]
             parts.append(torch.empty(size).uniform_(-bound, bound, generator=generator))
         return torch.cat(parts)
-
-    def copy(self) -> "DuelingNetwork":
-        """A copy of the network with separate memory."""
-        twin = object.__new__(DuelingNetwork)
-        twin.__dict__.update(self.__dict__)
-        twin._bind(self.flat.clone())
-        return twin
-
-    def load_flat(self, parameters: Any) -> None:
-        """Take all parameters: a tensor, or any buffer of float32 [n] or of its bytes."""
-        if not isinstance(parameters, Tensor):
-            size = memoryview(parameters).nbytes
-            if size != 4 * self.num_parameters:
-                raise ConfigError(
-                    f"the parameters must be {4 * self.num_parameters} bytes, got {size}"
-                )
-            with warnings.catch_warnings():
-                # A read-only buffer is fine: it is only read.
-                warnings.simplefilter("ignore", UserWarning)
-                parameters = torch.frombuffer(parameters, dtype=torch.float32)
-        self.flat.copy_(parameters)
-        self.refresh()
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named views of `flat`, a tensor with one number for each parameter."""
-        views = {}
-        start = 0
-        for name, shape in self.shapes.items():
-            end = start + math.prod(shape)
-            views[name] = flat[start:end].view(shape)
-            start = end
-        return views
 
     def _leaf(self, name: str, view: Tensor) -> Tensor:
         if self._is_copied(name):
@@ -183,7 +153,6 @@ class DuelingNetwork:
         return self.dtype != torch.float32 or (self._input_scale != 1.0 and name == "conv1.weight")
 
     def refresh(self) -> None:
-        """Renew the copies of the forward pass after `flat` was changed."""
         self._packed_rows = 0
         with torch.no_grad():
             for name, view in self.views.items():
@@ -194,47 +163,27 @@ class DuelingNetwork:
                     leaf.copy_(view)
 
     def pack(self, rows: int) -> None:
-        """Prepare for batches of about `rows` without gradients, if the network is used often.
-
-        A batch of another size uses the same copy: it is as fast, and its values are the same bits.
-        """
-        if not self._packed_rows:
+        if not self._packed_rows and not self._layer_norm:
             self._packed = fused.packed(self.leaves["streams.weight"], rows)
             self._packed_rows = rows
 
     def gather_gradients(self, gradients: Sequence[Tensor], out: dict[str, Tensor]) -> None:
-        """Write the gradients of `leaves` into `out`, the views of a flat float32 tensor."""
         for (name, view), gradient in zip(out.items(), gradients, strict=True):
             view.copy_(gradient)
             if name == "conv1.weight":
                 view.mul_(self._input_scale)
 
     def to_input(self, obs: np.ndarray | Tensor) -> Tensor:
-        """Observations (B, *obs_shape) of any strides as the tensor that `__call__` takes."""
-        tensor = obs if isinstance(obs, Tensor) else torch.from_numpy(obs)
-        if tuple(tensor.shape[1:]) != self.obs_shape:
-            raise ConfigError(
-                f"observations must have shape (B, {', '.join(map(str, self.obs_shape))}), "
-                f"got {tuple(tensor.shape)}"
-            )
-        tensor = tensor.to(self.device, non_blocking=True)
+        tensor = self.checked(obs)
         if self._is_image:
             # Rearrange bytes before they become floats, which are four times as large.
             return pixels.channels_last(tensor).to(self.dtype)
         return tensor.reshape(len(tensor), -1).to(self.dtype)
 
     def to_plain_input(self, obs: Tensor) -> Tensor:
-        """`to_input` by operators that other programs know too."""
         return (obs if self._is_image else obs.flatten(1)).to(self.dtype)
 
-    def detached(self) -> "DuelingNetwork":
-        """A copy of the network without gradients."""
-        twin = self.copy()
-        twin.leaves = {name: leaf.detach() for name, leaf in twin.leaves.items()}
-        return twin
-
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
         leaves = self.leaves
         use_packed = self._packed_rows > 0 and not torch.is_grad_enabled()
         x = inputs
@@ -243,12 +192,38 @@ class DuelingNetwork:
             if layer.name == "streams" and use_packed:
                 weight = self._packed
             if x.ndim == 4 and not layer.stride:
+                if self._max_pool:
+                    x = pooled(x, self._max_pool)
                 # Features in (height, width, channel) order, which is their order in memory.
                 x = x.permute(0, 2, 3, 1).flatten(1)
-            x = fused.layer(x, weight, bias, layer.stride)
+            if self._layer_norm:
+                stride = layer.stride
+                x = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
+                x = F.relu(F.layer_norm(x, [int(n) for n in x.shape[1:]]))
+            else:
+                x = fused.layer(x, weight, bias, layer.stride)
         x = x.float()
+        if not self._dueling:
+            return F.linear(x, leaves["advantage.weight"], leaves["advantage.bias"])
         value = F.linear(x[:, : self._hidden], leaves["value.weight"], leaves["value.bias"])
         advantage = F.linear(
             x[:, self._hidden :], leaves["advantage.weight"], leaves["advantage.bias"]
         )
         return value + advantage - advantage.mean(1, keepdim=True)
+
+
+def pooled(x: Tensor, side: int) -> Tensor:
+    """The maxima (B, C, h, w) of x (B, C, H, W), with h and w at most `side`."""
+    full = int(x.shape[2]), int(x.shape[3])
+    height, width = min(side, full[0]), min(side, full[1])
+    if fused.use.allowed:
+        return F.adaptive_max_pool2d(x, (height, width))
+    # The same by operators that other programs know too.
+    rows = [x[:, :, slice(*_window(i, full[0], height))].amax(2) for i in range(height)]
+    whole = torch.stack(rows, 2)
+    columns = [whole[..., slice(*_window(j, full[1], width))].amax(3) for j in range(width)]
+    return torch.stack(columns, 3)
+
+
+def _window(n: int, size: int, out: int) -> tuple[int, int]:
+    return n * size // out, -(-(n + 1) * size // out)

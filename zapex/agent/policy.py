@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from zapex.agent.networks import DuelingNetwork
+from zapex.agent.flat import Network
 
 
 class Acting(Protocol):
@@ -21,7 +21,7 @@ class Acting(Protocol):
 class Policy:
     """A network for the forward pass only; it does not change the caller's number of threads."""
 
-    def __init__(self, network: DuelingNetwork) -> None:
+    def __init__(self, network: Network) -> None:
         self.network = network
 
     def load_flat(self, buffer: Any) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from zapex.agent.flat import Network
 from zapex.agent.learning import DQN, memory_given_back
-from zapex.agent.networks import DuelingNetwork
 from zapex.checkpoints import file as checkpoint
-from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
+from zapex.config.learner import NETWORK_FIELDS, LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 
@@ -122,7 +122,7 @@ class BestNetwork:
     """
 
     def __init__(
-        self, run_dir: Path, spec: EnvironmentSpec, network: DuelingNetwork, report: Report,
+        self, run_dir: Path, spec: EnvironmentSpec, network: Network, report: Report,
         config: LearnerConfig | None = None,
     ) -> None:  # fmt: skip
         self._policy = _made_with(spec, config or LearnerConfig())

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zapex.agent import networks
 from zapex.agent.policy import Policy
 from zapex.checkpoints import file as checkpoint
-from zapex.config.settings import LearnerConfig
+from zapex.checkpoints.network import network_of
+from zapex.config.learner import LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 
@@ -27,22 +27,6 @@ def find(run_dir: Path, name: str) -> Path:
         known = ", ".join(name for name, path in named.items() if path) or "none"
         raise CheckpointError(f"{run_dir} has no checkpoint {name!r}; there is {known}")
     return path
-
-
-def network_of(
-    spec: EnvironmentSpec, config: LearnerConfig, device: str, precision: str, seed: int = 0
-) -> networks.DuelingNetwork:
-    """The network that `config` asks for, on `device`, for the environment's observations."""
-    return networks.build(
-        spec.observation_shape,
-        np.dtype(spec.observation_dtype),
-        spec.num_actions,
-        config.hidden,
-        channels=config.channels,
-        precision=precision,
-        device=device,
-        seed=seed,
-    )
 
 
 def made_with(found: checkpoint.Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig] | None:

@@ -22,8 +22,10 @@ T = TypeVar("T")
 Flags = Mapping[str, tuple[Any, ...]]  # field -> its types; a Literal's are its values
 
 HELP = {"-h": "help", "--help": "help", "--help-all": "help_all"}
-ALIASES = {"env_id": "env", "learning_rate": "lr"}
-_METAVARS = {int: "COUNT", float: "NUMBER", str: "TEXT", dict: "KEY=VALUE ..."}
+ALIASES = {"env_id": "env", "learning_rate": "lr", "optimizer": "optimiser"}
+_METAVARS = {
+    int: "COUNT", float: "NUMBER", str: "TEXT", dict: "KEY=VALUE ...", list: "MODULE:NAME",
+}  # fmt: skip
 _COLUMN = 30  # where help texts begin
 
 
@@ -31,7 +33,9 @@ def flags_of(*kinds: type) -> dict[str, tuple[Any, ...]]:
     """The flags of dataclasses of options."""
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     return {
-        name: (dict,) if typing.get_origin(hint) is dict else typing.get_args(hint) or (hint,)
+        name: (origin,)
+        if (origin := typing.get_origin(hint)) in (dict, list)
+        else typing.get_args(hint) or (hint,)
         for name, hint in hints.items()
     }
 
@@ -74,7 +78,8 @@ def read(args: Sequence[str], known: Flags, command: str, positional: str = "") 
                     break
             if not following:
                 raise ConfigError(f"{head} needs a value: {_usage(name, known[name])}")
-            values[name] = _value(name, known[name], following)
+            value = _value(name, known[name], following)
+            values[name] = [*values.get(name, ()), value] if list in known[name] else value
     return values
 
 

@@ -42,6 +42,8 @@ class TrainConfig:
                 raise ConfigError(f"TrainConfig has no setting {given!r}{near}")
             whole = name in FIELDS and FIELDS[name][1].type is int
             values[name] = parse_count(value) if whole and isinstance(value, str) else value
+            if name == "wrapper" and not isinstance(value, (list, tuple)):
+                values[name] = [value]
         inline = bool(values.get("inline"))
         for name, value in values.items():
             many = isinstance(value, (list, tuple))

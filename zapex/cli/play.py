@@ -84,7 +84,9 @@ class _Stored:
         check_trust(path, settings, {"env": env} if env else {}, trust)
         from zapex.envs import environments
 
-        return cls(run_dir, config, environments.check(config.env.env, config.env.env_kwargs))
+        played = config.env
+        spec = environments.check(played.env, played.env_kwargs, played.wrapper)
+        return cls(run_dir, config, spec)
 
     @property
     def aspect(self) -> float:

@@ -13,9 +13,9 @@ from zapex.cli import auto
 from zapex.cli.flags import HELP, flags_of, read, read_settings, show_help
 from zapex.cli.trust import check_trust
 from zapex.config.fields import flag_of
+from zapex.config.learner import NETWORK_FIELDS
 from zapex.config.settings import (
     FIELDS,
-    NETWORK_FIELDS,
     SECTIONS,
     Config,
     EnvConfig,
@@ -135,12 +135,14 @@ def settled(
     values = read_settings(path) if path else {}
     check_trust(path, values, given, more.trust)
 
+    from zapex.checkpoints import network
     from zapex.config import presets
     from zapex.envs import environments
 
     spec = environments.check(
         given.get("env", values.get("env", EnvConfig.env)),
         given.get("env_kwargs", values.get("env_kwargs", {})),
+        given.get("wrapper", values.get("wrapper", [])),
     )
     if more.total_timesteps:
         if "max_frames" in given:
@@ -154,6 +156,7 @@ def settled(
     if show is not None:
         show(sections)
     config = Config(**sections)
+    network.check(spec, config.learner, part.learns)
     if part.holds_replay:
         schema = spec.schema(config.replay.n_step, config.replay.gamma)
         presets.check_memory(config, schema, machine)
@@ -236,7 +239,7 @@ def _settings_file(config: str, resume: str, either: bool) -> str:
 
 def _check_resumable(changed: "dict[str, Choice]") -> None:
     """Raise ConfigError if a resumed run would need another network or another directory."""
-    for name in ("env", "env_kwargs", *NETWORK_FIELDS, "run_dir"):
+    for name in ("env", "env_kwargs", "wrapper", *NETWORK_FIELDS, "run_dir"):
         if name in changed:
             raise ConfigError(
                 f"{flag_of(name)} cannot change in a run that goes on, got "
@@ -365,10 +368,8 @@ def _check_writable(directory: Path) -> None:
 
 def _check_checkpoint(run_dir: Path, run: Resolved) -> None:
     """Raise CheckpointError if it is missing, damaged or of another environment or network."""
-    import numpy as np
-
-    from zapex.agent.architecture import state_shapes
     from zapex.checkpoints import file as checkpoint
+    from zapex.checkpoints import network
 
     path = checkpoint.latest(run_dir)
     if path is None:
@@ -377,6 +378,4 @@ def _check_checkpoint(run_dir: Path, run: Resolved) -> None:
     loaded, facts = checkpoint.load(path), asdict(spec)
     made_for = loaded.state.get("schema", {})
     checkpoint.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})
-    network = spec.num_actions, learner.hidden, learner.channels
-    dtype = np.dtype(spec.observation_dtype)
-    checkpoint.check_tensors(loaded, state_shapes(spec.observation_shape, dtype, *network))
+    checkpoint.check_tensors(loaded, network.state_shapes(spec, learner))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from zapex.cli.flags import parse, read_settings
 from zapex.cli.resolve import run_directory
 from zapex.cli.trust import check_trust
-from zapex.config.settings import Config, LearnerConfig
+from zapex.config.learner import LearnerConfig
+from zapex.config.settings import Config
 from zapex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ def _policy(
     if made_with is None:
         made_with = _of_settings(run, trust)
     spec, config = made_with
-    network = {name: getattr(config, name) for name in ("network",) if hasattr(config, name)}
-    check_trust(str(found.path), network, {}, trust)
+    check_trust(str(found.path), {"network": config.network}, {}, trust)
     if device not in ("cpu", "cuda", "auto"):
         raise ConfigError(f"device must be auto, cpu or cuda, got {device!r}")
     values: dict[str, Any] = {"device": device, "precision": precision}
@@ -110,7 +110,8 @@ def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfi
     values = read_settings(path)
     check_trust(path, values, {}, trust)
     config = Config().replace(**values)
-    return environments.check(config.env.env, config.env.env_kwargs), config.learner
+    played = config.env
+    return environments.check(played.env, played.env_kwargs, played.wrapper), config.learner
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from zapex.errors import ConfigError
 
-RUNS_CODE = ("env", "env_kwargs")
+RUNS_CODE = ("env", "env_kwargs", "wrapper", "network", "loss")
 """Settings that may name modules."""
 
 

@@ -180,7 +180,9 @@ def _memory(values: Mapping[str, Any], actors: int, total: int) -> dict[str, int
     from zapex.envs import environments
 
     env = {name: values[name] for name in ("env", "env_kwargs") if name in values}
-    spec = environments.check(env.get("env", EnvConfig.env), env.get("env_kwargs", {}))
+    spec = environments.check(
+        env.get("env", EnvConfig.env), env.get("env_kwargs", {}), env.get("wrapper", ())
+    )
     schema = spec.schema(ReplayConfig.n_step, ReplayConfig.gamma)
     machine = Machine(cores=8, memory_bytes=64 * _GIB, gpus=0)
     preset = values.get("preset", "auto")

@@ -44,6 +44,13 @@ def bounded(
     return field(default=default, metadata=metadata)
 
 
+def check_path(text: str, flag: str, others: str = "") -> None:
+    """Raise ConfigError unless `text` is module:name. others: what `flag` takes besides."""
+    module, _, name = text.rpartition(":")
+    if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ConfigError(f"{flag} must be {others}module:name, got {text!r}")
+
+
 def _type_problem(value: Any, kind: Any) -> str | None:
     """What `value` should have been, or None if it is of `kind`."""
     origin = typing.get_origin(kind)
@@ -53,6 +60,9 @@ def _type_problem(value: Any, kind: Any) -> str | None:
     if origin in (types.UnionType, typing.Union):
         problems = [_type_problem(value, option) for option in typing.get_args(kind)]
         return None if None in problems else " or ".join(p for p in problems if p)
+    if origin is list:
+        texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return None if texts else "a list of texts"
     if origin is dict:
         named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
         return None if named else "a table of named values"

@@ -16,7 +16,8 @@ from typing import Any, Literal, Self
 
 from zapex.chunks.sizes import chunk_length, slots_needed
 from zapex.config import clusters
-from zapex.config.fields import SettingsGroup, bounded, parse_count, toml_value
+from zapex.config.fields import SettingsGroup, bounded, check_path, parse_count, toml_value
+from zapex.config.learner import LearnerConfig
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
 
@@ -32,6 +33,8 @@ class EnvConfig(SettingsGroup):
     """Environment: a Gymnasium id, or module:Id, or module:callable."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for the environment's constructor."""
+    wrapper: list[str] = field(default_factory=list)
+    """A wrapper as module:Class; give the flag once for each, the innermost first."""
     max_episode_frames: int = bounded(108_000, low=0)
     """Cut an episode after this many frames; 0: never."""
     reward_clip: bool = True
@@ -41,6 +44,8 @@ class EnvConfig(SettingsGroup):
         super().__post_init__()
         if not self.env.strip():
             raise ConfigError(f"--env must name an environment, got {self.env!r}: try CartPole-v1")
+        for wrapper in self.wrapper:
+            check_path(wrapper, "--wrapper")
         for name, value in self.env_kwargs.items():
             toml_value(value, f"--env-kwargs {name}")
 
@@ -60,6 +65,12 @@ class ActorConfig(SettingsGroup):
     """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the base."""
     eps_alpha: float = bounded(7.0, low=0.0)
     """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the alpha."""
+    exploration: Literal["ladder", "linear"] = "ladder"
+    """Ape-X's ladder over the streams, or for all streams a line from 1 to --eps-end."""
+    eps_end: float = bounded(0.01, low=0.0, high=1.0)
+    """With --exploration linear: where the line ends."""
+    exploration_frames: int = bounded(1_000_000, low=1)
+    """With --exploration linear: after how many frames of the run it ends."""
     max_chunk_age_steps: int = bounded(128, low=1)
     """Hand a chunk over after this many steps even when it is not full."""
     env_threads: int = bounded(1, low=1, local=True)
@@ -106,52 +117,6 @@ class ReplayConfig(SettingsGroup):
     step."""
     huge_pages: bool = bounded(False, local=True)
     """Keep the memory in huge pages, which must be reserved before (zapex doctor says how)."""
-
-
-@dataclass(frozen=True)
-class LearnerConfig(SettingsGroup):
-    """How the learner trains."""
-
-    batch_size: int = bounded(512, low=1, high=1 << 16)
-    """Transitions in a batch."""
-    lr: float = bounded(0.00025 / 4, above=0.0)
-    """Learning rate."""
-    optimiser: Literal["rmsprop", "adam"] = "rmsprop"
-    """Centred RMSProp (the paper's) or Adam."""
-    rmsprop_decay: float = bounded(0.95, low=0.0, high=1.0)
-    """Decay of RMSProp's averages."""
-    optimiser_eps: float = bounded(1.5e-7, above=0.0)
-    """Added to the optimiser's denominator."""
-    max_grad_norm: float = bounded(40.0, low=0.0)
-    """Clip gradients to this norm; 0: never."""
-    target_period: int = bounded(2_500, low=1)
-    """Batches between two copies into the target network."""
-    publish_period_s: float = bounded(1.0, low=0.0)
-    """Least seconds between two publications of parameters; 0: after each batch."""
-    hidden: int = bounded(512, low=1, high=1 << 14)
-    """Width of the hidden layer of each head."""
-    channels: int = bounded(32, low=1, high=1 << 10)
-    """Filters of an image network's first convolution; the others have twice as many."""
-    loss: Literal["huber", "squared"] = "squared"
-    """Loss of the TD error; the paper's is half its square."""
-    device: Literal["auto", "cpu", "cuda"] = bounded("auto", local=True)
-    """Where the learner computes."""
-    precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
-    """Precision of the learner's convolutions; heads, targets and loss are always float32."""
-    learner_threads: int = bounded(1, low=0, local=True)
-    """Threads of the learner on a CPU; 0: as many as are fastest in a trial of a second."""
-    gather_threads: int | None = bounded(None, low=0, high=64, local=True)
-    """Threads that gather the next batch during a step, where the replay is on this host; left out:
-    1 on a GPU, none on a CPU."""
-    replay_device: Literal["cpu", "cuda", "cpu-tensor"] = bounded("cpu", local=True)
-    """Where the learner has the frames that it gathers from: cuda keeps all of the replay's in the
-    GPU's memory, where the replay is on this host; cpu-tensor does the same on a CPU, for tests."""
-    cuda_graphs: bool = bounded(True, local=True)
-    """On a GPU, record a learning step once and repeat it whole."""
-
-
-NETWORK_FIELDS = ("hidden", "channels")
-"""The fields of LearnerConfig that a network is made from; a run that goes on keeps them."""
 
 
 @dataclass(frozen=True)

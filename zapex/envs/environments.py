@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from zapex.agent.architecture import MIN_IMAGE_SIDE
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
 from zapex.envs.atari_scores import RANDOM_AND_HUMAN
-from zapex.envs.observations import Part, is_channels_last
+from zapex.envs.observations import Part, form_of
 from zapex.errors import ConfigError, UnknownEnvironment
 from zapex.machine import named
 
@@ -58,6 +58,7 @@ class EnvironmentSpec:
     played_shape: of the environment's own observation. parts: the keys of one that is a Dict; they
         are flattened, one after the other.
     first_action: the environment's number of action 0.
+    wrappers: around the environment, as module:Class, the innermost first.
     """
 
     env_id: str
@@ -74,6 +75,7 @@ class EnvironmentSpec:
     played_shape: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
     first_action: int = 0
+    wrappers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # JSON has no tuples; EnvironmentSpec(**json.loads(...)) is the spec that was dumped.
@@ -83,6 +85,7 @@ class EnvironmentSpec:
         object.__setattr__(self, "played_shape", played)
         parts = tuple((key, tuple(shape), dtype) for key, shape, dtype in self.parts)
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "wrappers", tuple(self.wrappers))
 
     def schema(self, n_step: int, gamma: float) -> Schema:
         """The columns of this environment's transitions."""
@@ -94,12 +97,15 @@ class EnvironmentSpec:
         return Schema(columns, n_step=n_step, gamma=gamma)
 
 
-def check(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> EnvironmentSpec:
+def check(
+    env_id: str, env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[str] = ()
+) -> EnvironmentSpec:
     """The facts of an environment; `make` takes them.
 
     env_id: a Gymnasium id (all of ale_py's among them), `module:Id`, or `module:callable`: a class
     of gymnasium.Env, or a function that is declared to return one. Modules are also searched in the
-    working directory.
+    working directory. wrappers: as in EnvironmentSpec; with one, a game of ALE is played as
+    Gymnasium has it: in colour, 210x160, frames not stacked.
 
     Raises:
         UnknownEnvironment: no environment has this id; the message names the nearest ids.
@@ -108,11 +114,11 @@ def check(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Environme
     kwargs = dict(env_kwargs or {})
     source = find(env_id)
     game = game_of(source)
-    if game is not None:
+    if game is not None and not wrappers:
         return _check_ale(env_id, source, game, kwargs)
-    env = make_one(env_id, source, kwargs)
+    env = make_one(env_id, source, kwargs, wrappers)
     try:
-        return _check_spaces(env_id, source, kwargs, env)
+        return _check_spaces(env_id, source, kwargs, wrappers, env)
     finally:
         env.close()
 
@@ -251,6 +257,7 @@ def make_one(
     env_id: str,
     source: Any,
     kwargs: Mapping[str, Any],
+    wrappers: Sequence[str] = (),
     max_episode_steps: int = 0,
     render_mode: str | None = None,
 ) -> Any:
@@ -266,15 +273,38 @@ def make_one(
     try:
         if isinstance(source, gymnasium.envs.registration.EnvSpec):
             limits = [n for n in (source.max_episode_steps, max_episode_steps) if n]
-            return gymnasium.make(source, max_episode_steps=min(limits, default=None), **options)
+            env = gymnasium.make(source, max_episode_steps=min(limits, default=None), **options)
+            return _wrapped(env_id, env, wrappers)
         env = source(**options)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{env_id} cannot be made with {options}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"{env_id} must return a gymnasium.Env, got {type(env).__name__}")
-    return gymnasium.wrappers.TimeLimit(env, max_episode_steps) if max_episode_steps else env
+    if max_episode_steps:
+        env = gymnasium.wrappers.TimeLimit(env, max_episode_steps)
+    return _wrapped(env_id, env, wrappers)
+
+
+def _wrapped(env_id: str, env: Any, wrappers: Sequence[str]) -> Any:
+    import gymnasium
+
+    for wrapper in wrappers:
+        wrap = named.load(wrapper, "--wrapper")
+        try:
+            env = wrap(env)
+        except Exception as error:
+            raise ConfigError(
+                f"--wrapper {wrapper} does not go around {env_id}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(
+                f"--wrapper {wrapper} must return a gymnasium.Env, got {type(env).__name__}"
+            )
+    return env
 
 
 def _makes_environments(source: Any) -> bool:
@@ -291,52 +321,40 @@ def _makes_environments(source: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, gymnasium.Env)
 
 
-def _check_spaces(env_id: str, source: Any, kwargs: dict[str, Any], env: Any) -> EnvironmentSpec:
-    from gymnasium.spaces import Box, Discrete
+def _check_spaces(
+    env_id: str, source: Any, kwargs: dict[str, Any], wrappers: Sequence[str], env: Any
+) -> EnvironmentSpec:
+    from gymnasium.spaces import Discrete
 
-    actions, observations = env.action_space, env.observation_space
-    supported = (
-        "training supports Discrete actions and Box observations (uint8 images, or vectors of "
-        "numbers)"
-    )
+    actions = env.action_space
     if not isinstance(actions, Discrete):
-        raise ConfigError(f"{supported}, but the actions of {env_id} are {actions}")
-    if not isinstance(observations, Box):
         raise ConfigError(
-            f"{supported}, but the observations of {env_id} are {observations}; a wrapper such as "
-            "gymnasium.wrappers.FlattenObservation in your own module:callable can convert them"
+            f"training supports Discrete actions only, and the actions of {env_id} are {actions}"
         )
-    shape, notes = observations.shape, []
-    dtype = "float32"
-    if observations.dtype == np.uint8 and len(shape) in (2, 3):
-        dtype = "uint8"
-        if len(shape) == 2:
-            shape = (1, *shape)
-        elif is_channels_last(shape):
-            shape = (shape[2], *shape[:2])
-            notes.append(f"images of {env_id} are converted from {observations.shape} to {shape}")
-        if min(shape[1:]) < MIN_IMAGE_SIDE:
-            raise ConfigError(
-                f"images must be at least {MIN_IMAGE_SIDE} pixels high and wide, those of "
-                f"{env_id} are {observations.shape}; resize them, or give them as float32"
-            )
-    elif not np.issubdtype(observations.dtype, np.floating):
-        notes.append(f"observations of {env_id}, {observations.dtype}, are learned as float32")
+    seen = form_of(env_id, env.observation_space)
+    notes = list(seen.notes)
+    skip = {**getattr(source, "kwargs", {}), **kwargs}.get("frameskip", 1)
+    game = game_of(source)
+    if game is not None:
+        notes.append(f"with a wrapper {env_id} is played as Gymnasium has it: frames not stacked")
     limit = getattr(source, "max_episode_steps", None)
     threshold = getattr(source, "reward_threshold", None)
+    played = "".join(f", in {wrapper}" for wrapper in wrappers)
     return EnvironmentSpec(
         env_id=env_id,
         env_kwargs=kwargs,
-        observation_shape=shape,
-        observation_dtype=dtype,
+        observation_shape=seen.shape,
+        observation_dtype=seen.dtype,
         stack=1,
         num_actions=int(actions.n),
-        frames_per_step=1,
+        frames_per_step=skip if game is not None and isinstance(skip, int) else 1,
         atari=False,
-        describe=f"{env_id}: observations {shape} {dtype}, {actions.n} actions"
+        describe=f"{env_id}{played}: observations {seen.shape} {seen.dtype}, {actions.n} actions"
         + (f", at most {limit:,} steps an episode" if limit else ""),
         notes=tuple(notes),
         references={"solved": float(threshold)} if threshold is not None else {},
-        played_shape=observations.shape,
+        played_shape=env.observation_space.shape or (),
+        parts=seen.parts,
         first_action=int(actions.start),
+        wrappers=tuple(wrappers),
     )

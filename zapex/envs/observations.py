@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,74 @@ class Seen(Protocol):
 def is_channels_last(shape: tuple[int, ...]) -> bool:
     """Whether images of this shape are (height, width, channels), as in most of Gymnasium."""
     return len(shape) == 3 and shape[2] in (1, 3, 4) and shape[0] > 4
+
+
+class Form(NamedTuple):
+    """How training has the observations of a space."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def form_of(env_id: str, space: Any) -> Form:
+    """The form of a Box, or of a Dict of them, which becomes one vector.
+
+    uint8 images become (channels, height, width); all else but a Dict of uint8 becomes float32.
+    Raises ConfigError for another space; the message names a wrapper that helps.
+    """
+    from gymnasium.spaces import Box, Dict
+
+    if isinstance(space, Dict):
+        return _form_of_dict(env_id, space)
+    if not isinstance(space, Box):
+        raise ConfigError(
+            "training supports Box observations (uint8 images, or vectors of numbers) and a Dict "
+            f"of them, but those of {env_id} are {space}: convert them with "
+            "--wrapper gymnasium.wrappers:FlattenObservation, or a wrapper of your own"
+        )
+    shape, dtype = space.shape, space.dtype
+    if dtype == np.uint8 and len(shape) == 2:
+        return Form((1, *shape), "uint8")
+    if dtype == np.uint8 and len(shape) == 3:
+        if not is_channels_last(shape):
+            return Form(shape, "uint8")
+        turned = (shape[2], *shape[:2])
+        note = f"images of {env_id} are converted from {shape} to {turned}"
+        return Form(turned, "uint8", notes=(note,))
+    if dtype == np.uint8 and len(shape) > 3:
+        raise ConfigError(
+            f"observations of {env_id} have {len(shape)} axes, {shape}, and images have three: "
+            "make each frame grey before it is stacked, as --wrapper zapex.envs.wrappers:Grey84 "
+            "--wrapper mine:Stack does"
+        )
+    if not np.issubdtype(dtype, np.floating):
+        return Form(
+            shape, "float32", notes=(f"observations of {env_id}, {dtype}, are learned as float32",)
+        )
+    return Form(shape, "float32")
+
+
+def _form_of_dict(env_id: str, space: Any) -> Form:
+    from gymnasium.spaces import Box
+
+    parts = []
+    for key, part in space.spaces.items():
+        if not isinstance(part, Box):
+            raise ConfigError(
+                f"training supports a Dict of Box observations, but {key!r} of {env_id} is {part}: "
+                "convert it with a --wrapper of your own"
+            )
+        parts.append((str(key), part.shape, "uint8" if part.dtype == np.uint8 else "float32"))
+    if not parts:
+        raise ConfigError(f"an observation of {env_id} is a Dict without keys")
+    size = sum(math.prod(shape) for _, shape, _ in parts)
+    dtype = "uint8" if all(dtype == "uint8" for *_, dtype in parts) else "float32"
+    notes = [f"the Dict of {env_id} ({', '.join(key for key, *_ in parts)}) is kept as one vector"]
+    if any(dtype == "uint8" and len(shape) > 1 for _, shape, dtype in parts):
+        notes.append("for its images give a --network of your own: it gets each part by its key")
+    return Form((size,), dtype, tuple(parts), tuple(notes))
 
 
 def into(spec: Seen, obs: Any, out: NDArray[Any]) -> None:

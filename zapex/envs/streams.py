@@ -323,7 +323,9 @@ class _GymStreams(Streams):
         render_mode = "rgb_array" if film else None
 
         def one() -> Any:
-            return make_one(spec.env_id, source, spec.env_kwargs, max_episode_steps, render_mode)
+            return make_one(
+                spec.env_id, source, spec.env_kwargs, spec.wrappers, max_episode_steps, render_mode
+            )
 
         self._envs = SyncVectorEnv(
             [one] * len(seeds), copy=False, autoreset_mode=AutoresetMode.NEXT_STEP

@@ -19,7 +19,8 @@ class Actor:
     priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end at s', so a second
     pass is not needed (Horgan et al. 2018, appendix).
 
-    values: gives the Q values. epsilons: float64 (S,). priorities: whether it gives any. report:
+    values: gives the Q values. epsilons: float64 (S,). anneal: the epsilon of all streams after so
+    many steps of this actor, in place of `epsilons`. priorities: whether it gives any. report:
     takes finished episodes (dtype EPISODE).
     """
 
@@ -37,6 +38,7 @@ class Actor:
         reward_clip: bool,
         priorities: bool,
         rng: np.random.Generator,
+        anneal: Callable[[float], float] | None = None,
         clock_ns: Callable[[], int],
     ) -> None:
         self._streams, self._values, self._sink = streams, values, sink
@@ -44,6 +46,7 @@ class Actor:
         self._report, self._epsilons, self._first_stream = report, epsilons, first_stream
         self._reward_clip = reward_clip
         self._priorities, self._rng, self._clock_ns = priorities, rng, clock_ns
+        self._anneal = anneal
         self._version = 0
         self._q: NDArray[np.float32] | None = None  # of the streams' newest observations
         self._then: Callable[[NDArray[np.float32]], object] | None = None  # with the values asked
@@ -103,6 +106,8 @@ class Actor:
         self._finish(lambda: self._builder.begin(self._everyone, {"obs": obs}))
 
     def _act(self, q: NDArray[np.float32]) -> int:
+        if self._anneal is not None:
+            self._epsilons = np.full(len(q), self._anneal(self._metrics.value("steps")))
         actions = epsilon_greedy(q, self._epsilons, self._rng)
         self._metrics.enter("environment")
         step = self._streams.step(actions)

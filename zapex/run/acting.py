@@ -1,10 +1,11 @@
 """Makes actors and what computes for them: each actor's own policy, or one role for all."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zapex.agent.exploration import epsilon_ladder
+from zapex.agent.exploration import epsilon_ladder, linear_epsilon
 from zapex.chunks.builder import ChunkBuilder
 from zapex.machine.exchange import Exchange
 from zapex.processes.child import DutyCycle
@@ -15,6 +16,7 @@ from zapex.shm_transport import HostMemory
 
 if TYPE_CHECKING:
     from zapex.agent.policy import Acting
+    from zapex.run.run import Run
     from zapex.run.topology import Start
     from zapex.transport import ValueSource
 
@@ -61,6 +63,7 @@ def make_actor(start: "Start") -> DutyCycle:
         reward_clip=config.env.reward_clip,
         priorities=config.replay.initial_priority == "actor",
         rng=np.random.default_rng(actions),
+        anneal=_anneal(run) if config.actor.exploration == "linear" else None,
         clock_ns=start.clock.now_ns,
     )
 
@@ -112,3 +115,15 @@ def make_inference(start: "Start") -> DutyCycle:
         host.metrics("inference"),
         streams=run.config.actor.envs_per_actor,
     )
+
+
+def _anneal(run: "Run") -> Callable[[float], float]:
+    """Epsilon by the steps of one actor, of which the run has several."""
+    config, frames = run.config.actor, run.spec.frames_per_step
+    share = run.streams / config.envs_per_actor
+
+    def epsilon(steps: float) -> float:
+        played = (run.steps_before + share * steps) * frames
+        return linear_epsilon(played, config.exploration_frames, config.eps_end)
+
+    return epsilon

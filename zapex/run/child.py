@@ -37,6 +37,7 @@ class Order:
     started_ns: int
     membership: dict[str, Any] | None = None
     wrap: str = ""
+    parameters: int = 0
     path: Sequence[str] = ()  # where the parent finds modules
 
     def to_json(self) -> str:
@@ -55,6 +56,7 @@ class Order:
             Path(self.run_dir),
             int(self.base.get("steps", 0)),
             Membership(**facts | {n: tuple(facts[n]) for n in _TUPLES}) if facts else None,
+            self.parameters,
             self.wrap,
         )
 

@@ -138,6 +138,8 @@ class Collector:
             environment=spec.env_id,
             preset=config.run.preset,
             part=f"{membership.part} {where} {urls}" if membership is not None else "",
+            own_code=":" in config.learner.network + config.learner.loss
+            or bool(config.env.wrapper),
             resume=shlex.join([*run.command, "--resume", str(run.run_dir)]),
             run_dir=run.run_dir,
             streams=config.streams if "actor" in run.part.roles else run.streams,

@@ -77,6 +77,7 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
     config = run.config
     logs = run.run_dir / "logs"
     logs.mkdir(exist_ok=True)
+    plan_parameters = run.plan.parameter_bytes // 4  # a network of one's own is made once for this
     acts = "inference" if "inference" in run.part.roles else "actor"  # the other has no torch
     threads = {acts: config.actor.actor_threads, "learner": run.most_learner_threads()}
     for name, role in run.processes:
@@ -92,6 +93,7 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
             started_ns=collector.started_ns,
             membership=asdict(run.membership) if run.membership is not None else None,
             wrap=run.wrap,
+            parameters=plan_parameters,
             path=[os.path.abspath(entry) for entry in sys.path],
         )
         yield ProcessSpec(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zapex.agent.architecture import parameter_count
+from zapex.checkpoints.network import network_of, parameters
 from zapex.chunks.limits import Limits
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
@@ -23,8 +23,8 @@ from zapex.replay.limiter import LimiterConfig
 from zapex.wire.header import Form
 
 if TYPE_CHECKING:
+    from zapex.agent.flat import Network
     from zapex.agent.learning import DQN
-    from zapex.agent.networks import DuelingNetwork
     from zapex.agent.policy import Acting
 
 NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
@@ -81,6 +81,7 @@ class Run:
     run_dir: Path
     steps_before: int = 0  # before the run was resumed
     membership: Membership | None = None  # None: the host has all of it
+    parameters: int = 0  # of the network, if another process has counted them
     wrap: str = ""  # "module:function" that takes the learner's DQN and returns one to use instead
 
     @property
@@ -137,13 +138,6 @@ class Run:
     def plan(self) -> HostPlan:
         """The layout of the shared memory."""
         config, spec, part = self.config, self.spec, self.part
-        parameters = parameter_count(
-            spec.observation_shape,
-            np.dtype(spec.observation_dtype),
-            spec.num_actions,
-            config.learner.hidden,
-            config.learner.channels,
-        )
         joined = self.membership.total_actors if self.membership is not None else 0
         numbers = joined if "actor" in part.elsewhere else 0
         return HostPlan(
@@ -152,7 +146,7 @@ class Run:
             envs_per_actor=config.actor.envs_per_actor,
             batch_size=config.learner.batch_size,
             prefetch=config.replay.prefetch,
-            parameter_bytes=4 * parameters,
+            parameter_bytes=4 * (self.parameters or parameters(spec, config.learner)),
             beta=config.replay.beta,
             eval_episodes=config.evaluator.eval_episodes,
             part=part,
@@ -220,10 +214,8 @@ class Run:
         """Steps of one stream between two pulls of parameters."""
         return max(1, self.config.actor.param_period // self.spec.frames_per_step)
 
-    def acting_network(self, device: str = "cpu") -> "DuelingNetwork":
+    def acting_network(self, device: str = "cpu") -> "Network":
         """A network with the run's seed, to act or to evaluate with."""
-        from zapex.checkpoints.policy import network_of
-
         config = self.config
         precision, seed = config.actor.actor_precision, config.run.seed
         return network_of(self.spec, config.learner, device, precision, seed)
@@ -250,7 +242,6 @@ class Run:
     def dqn(self) -> "DQN":
         """The learner's networks and optimiser, newly made."""
         from zapex.agent.learning import DQN
-        from zapex.checkpoints.policy import network_of
 
         learner, seed = self.config.learner, self.config.run.seed
         return DQN(
@@ -260,6 +251,8 @@ class Run:
             rmsprop_decay=learner.rmsprop_decay,
             optimiser_eps=learner.optimiser_eps,
             loss=learner.loss,
+            double=learner.double,
+            munchausen=learner.munchausen,
             max_grad_norm=learner.max_grad_norm,
             target_period=learner.target_period,
         )

@@ -28,6 +28,7 @@ class RunFacts:
         environment, preset: as the title shows them.
         part: which part of a run on several hosts this host runs, in words; "": all.
         resume: the command that continues this run.
+        own_code: whether a wrapper, the network or the loss is code of the user's.
         cores: how many the run may use.
         streams: environment streams of all actors together; an actor has `envs_per_actor` of them.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
@@ -44,6 +45,7 @@ class RunFacts:
     preset: str = ""
     part: str = ""
     resume: str = ""
+    own_code: bool = False
     run_dir: Path | None = None
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     streams: int = 1

@@ -55,6 +55,7 @@ def summary(
             # A module that only the stored run names would not be run without a question.
             name = facts.environment
             env = f" --env {shlex.quote(name)}" if ":" in name else ""
+            env = " --trust" if facts.own_code else env
             lines.append(
                 _line("watch", f"zapex eval {quoted} --episodes 5 --video game.mp4{env}", COMMAND)
             )
