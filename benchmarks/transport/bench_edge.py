@@ -4,7 +4,7 @@
 
 `zapex replay` and `zapex actor` play Breakout here; a paced learner (180 ms a batch of 512, the
 paper's network) reaches the replay through a relay with delay, rate, losses and compression
-(long_link.py). For each link and each number of batches asked for ahead:
+(long_link.py). For each link and each number of batches asked for ahead, with --compress or not:
 
     wait         share of the learner's time in which it has no batch
     batches      a second; behind a link without limit they are those of the pace
@@ -42,28 +42,32 @@ COMMON = (
     "--hidden 512 --channels 32 --batch-size 512 --samples-per-insert 8"
 )
 BATCH, STEP_S = 512, 0.18
-GOAL_LINE = Line(50.0, 100.0, compressed=True)
+GOAL_LINE = Line(50.0, 100.0)
 LINES = (
-    Line(), Line(0.1), Line(10.0, 1000.0), Line(50.0, 1000.0), Line(50.0, 100.0), GOAL_LINE,
-    Line(50.0, 100.0, loss=0.001, compressed=True), Line(100.0, 100.0, compressed=True),
-    Line(200.0, 100.0, compressed=True),
+    Line(), Line(0.1), Line(10.0, 1000.0), Line(50.0, 1000.0), GOAL_LINE,
+    Line(50.0, 100.0, loss=0.001), Line(100.0, 100.0), Line(200.0, 100.0),
 )  # fmt: skip
-QUICK_LINES = (Line(), Line(50.0, 100.0), GOAL_LINE)
+TUNNEL = Line(50.0, 100.0, compressed=True)  # for comparison, without --compress
 START_S, END_S, RECORD_S = 300.0, 20.0, 5.0
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Batches asked for ahead, and seconds between two publications of parameters."""
+    """Batches asked for ahead, seconds between two publications of parameters, --compress."""
 
     prefetch: int
     publish_s: float
+    compress: bool
 
     def __str__(self) -> str:
-        return f"{self.prefetch} batches ahead, parameters each {self.publish_s:g} s"
+        how = ", --compress" if self.compress else ""
+        return f"{self.prefetch} batches ahead, parameters each {self.publish_s:g} s{how}"
 
 
-SETTINGS = (Ahead(2, 1.0), Ahead(4, 1.0), Ahead(8, 1.0), Ahead(4, 10.0), Ahead(8, 10.0))
+SETTINGS = (
+    Ahead(4, 10.0, False), Ahead(2, 10.0, True), Ahead(4, 10.0, True), Ahead(8, 10.0, True),
+    Ahead(4, 1.0, True),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,10 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the results here")
     options = parser.parse_args(argv)
     settle_s, seconds = (6.0, 11.0) if options.quick else (20.0, options.seconds)
-    settings = (Ahead(8, 10.0),) if options.quick else SETTINGS
-    lines = QUICK_LINES if options.quick else LINES
-    minutes = len(settings) * (1 + len(lines) * (settle_s + seconds) / 60)
-    print(f"{len(settings) * len(lines)} measurements, about {minutes:.0f} minutes")
+    settings = (SETTINGS[0], SETTINGS[2]) if options.quick else SETTINGS
+    lines = {ahead: lines_of(ahead, options.quick) for ahead in settings}
+    count = sum(map(len, lines.values()))
+    minutes = len(settings) + count * (settle_s + seconds) / 60
+    print(f"{count} measurements, about {minutes:.0f} minutes")
     codecs = compression(2 if options.quick else 20)
     for codec in codecs:
         print("  {name}: {batch_ratio:.0f} : 1 of a batch, {frame_bytes:.0f} bytes a frame of its "
@@ -85,21 +90,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells: list[dict[str, Any]] = []
     for ahead in settings:
         with _run(ahead) as (directory, link):
-            for line in lines:
+            for line in lines[ahead]:
                 link.set(line)
                 time.sleep(settle_s)
                 cells.append(_measure(directory, link, line, ahead, seconds))
                 print("  " + _told(cells[-1]), flush=True)
-    meant = [cell for cell in cells if cell["line"] == asdict(GOAL_LINE)]
+    meant = [cell for cell in cells if cell["line"] == asdict(GOAL_LINE) and cell["compress"]]
     best = min(meant, key=lambda cell: cell["wait_share"])
-    print(
-        goal(f"waits at {GOAL_LINE}, {best['prefetch']} ahead", 100 * best["wait_share"], 10, " %")
-    )
+    what = f"waits at {GOAL_LINE}, --compress, {best['prefetch']} ahead"
+    print(goal(what, 100 * best["wait_share"], 10, " %"))
     results = {"cells": cells, "compression": codecs}
     write_json(options, "edge", results, rounds=1 if options.quick else None, seconds=seconds)
     if options.figure:
         draw(cells, options.figure, options.quick)
     return 0
+
+
+def lines_of(ahead: Ahead, quick: bool) -> tuple[Line, ...]:
+    """Plain links; without --compress also a tunnel that compresses."""
+    if quick:
+        return (GOAL_LINE,) if ahead.compress else (LINES[0], GOAL_LINE)
+    return LINES if ahead.compress else (*LINES, TUNNEL)
 
 
 @contextlib.contextmanager
@@ -115,6 +126,7 @@ def _run(ahead: Ahead) -> Iterator[tuple[Path, LongLink]]:
     ):
         directory, started = Path(name), []
         paced = ["-m", "benchmarks.support.paced_learner", str(STEP_S)]
+        of_learner = ["--compress"] if ahead.compress else []
         try:
             for part, where, to in (
                 ("replay", "--listen", port), ("actor", "--replay", port),
@@ -124,6 +136,7 @@ def _run(ahead: Ahead) -> Iterator[tuple[Path, LongLink]]:
                     _wait_until_it_listens(port)
                 command = paced if part == "learner" else ["-m", "zapex"]
                 words = [part, where, f"tcp://127.0.0.1:{to}", "--run-dir", part]
+                words += of_learner if part == "learner" else []
                 with (directory / f"{part}.txt").open("wb") as log:
                     started.append(
                         subprocess.Popen(
@@ -201,9 +214,13 @@ def _mean(lines: list[dict[str, Any]], key: str) -> float:
     return float(np.mean([line[key] for line in lines if key in line]))
 
 
+def _ahead_of(cell: dict[str, Any]) -> Ahead:
+    return Ahead(cell["prefetch"], cell["publish_s"], cell["compress"])
+
+
 def _told(cell: dict[str, Any]) -> str:
     return (
-        f"{Line(**cell['line'])}; {Ahead(cell['prefetch'], cell['publish_s'])}: "
+        f"{Line(**cell['line'])}; {_ahead_of(cell)}: "
         f"waits {cell['wait_share']:.1%}, {cell['batches_per_s']:.2f} batches/s, "
         f"{cell['staleness_batches']:.1f} batches stale, down {cell['down_mbit']:.0f} "
         f"and up {cell['up_mbit']:.0f} Mbit/s"
@@ -261,16 +278,16 @@ def draw(cells: list[dict[str, Any]], path: Path, quick: bool) -> None:
     figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = list(dict.fromkeys(str(Line(**cell["line"])) for cell in cells))
-    settings = list(dict.fromkeys((cell["prefetch"], cell["publish_s"]) for cell in cells))
+    settings = list(dict.fromkeys(_ahead_of(cell) for cell in cells))
     height = 0.8 / len(settings)
-    for i, (prefetch, publish_s) in enumerate(settings):
-        mine = [c for c in cells if (c["prefetch"], c["publish_s"]) == (prefetch, publish_s)]
+    for i, ahead in enumerate(settings):
+        mine = [c for c in cells if _ahead_of(c) == ahead]
         at = [
             names.index(str(Line(**c["line"]))) + (i - len(settings) / 2 + 0.5) * height
             for c in mine
         ]
-        text = str(Ahead(prefetch, publish_s))
-        left.barh(at, [100 * c["wait_share"] for c in mine], height, label=text, color=f"C{i}")
+        waits = [100 * c["wait_share"] for c in mine]
+        left.barh(at, waits, height, label=str(ahead), color=f"C{i}")
         right.barh(at, [c["staleness_batches"] for c in mine], height, color=f"C{i}")
         for axes, values, form in (
             (left, [100 * c["wait_share"] for c in mine], "{:.0f} %"),

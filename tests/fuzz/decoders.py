@@ -189,7 +189,10 @@ def _message_decoders() -> dict[str, Decoder]:
             return mutation.mutate_message(data, draw, blind, kind, others)
 
         limit = max(FORM.largest_request_bytes, FORM.largest_answer_bytes)
-        return Decoder(name, [seeds[name]], runs[name], mutate, limit, _renewed)
+        again = [m.encode(examples()[name], compressed=True)] if name in ("push", "batch") else []
+        return Decoder(
+            name, [seeds[name], *map(mutation.joined, again)], runs[name], mutate, limit, _renewed
+        )
 
     assert set(kinds.values()) == set(Kind)
     return {name: decoder(name) for name in seeds}

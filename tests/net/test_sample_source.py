@@ -155,7 +155,7 @@ def test_an_answer_that_came_twice_is_not_given_though_it_was_unpacked(learning:
     for _ in range(2):
         learning.source.request()
     until(lambda: len(session.requests) == 2, learning.rig.turn, "requests 2 and 3")
-    session.requests = dict.fromkeys((2, 1, 3))
+    session.requests = {number: m.Sample(number, BATCH) for number in (2, 1, 3)}
     learning.wait_for(3)
     learning.check(learning.poll(), learning.draws[2])  # and a thread is given the next: the double
     learning.check(learning.poll(), learning.draws[4])

@@ -71,6 +71,8 @@ class _JoinOptions(_HostOptions):
     them, shard 0 first, with commas and the same for all commands. Or a Redis that you run, in
     place of `zapex replay`: redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// with TLS; the
     password is taken from REDISCLI_AUTH (docs/many_hosts.md)."""
+    compress: bool = False
+    """Compress this host's experience, or its batches, with zstd: for a narrow link."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ def _redis_url(url: str, more: _JoinOptions) -> str:
     """The URL without its password, which is put where child processes read it. Checked."""
     if more.keys:
         raise ConfigError("--keys are of tcp://: for a Redis use rediss:// (TLS) and its passwords")
+    if more.compress:
+        raise ConfigError("--compress is of tcp://: through a Redis nothing is compressed")
     from zapex.net.redis_link import PASSWORD, check_url
 
     parts = urlsplit(url)
@@ -184,6 +188,7 @@ def _membership(run: Resolved, part: Part) -> "Membership":
     from zapex.net.listener import check_free
     from zapex.run.networked import security_of
     from zapex.run.run import Membership
+    from zapex.wire.compression import check_installed
 
     more, flag = run.more, f"--{part.address}"
     url = getattr(more, part.address)
@@ -191,8 +196,11 @@ def _membership(run: Resolved, part: Part) -> "Membership":
     take_over = getattr(more, "take_over", False) or bool(run.config.run.resume)
     membership = Membership(
         part.name, url, more.keys, more.insecure_network,
+        compress=getattr(more, "compress", False),
         take_over=take_over and part.learns and not part.listens,
     )  # fmt: skip
+    if membership.compress:
+        check_installed("--compress")
     if part.over_redis:
         return replace(membership, url=_redis_url(url, more))
     urls = [url] if part.listens else _urls(url)

@@ -31,7 +31,8 @@ class ZmqLink:
     """One client's connections; `do_work()` receives messages and says hello when it is due.
 
     host: one number for one incarnation of this host. actors: how many numbers a relay asks for.
-    form: None only to ask for the run's facts (only `open` and `welcome` are used).
+    form: None only to ask for the run's facts (only `open` and `welcome` are used). compressed:
+    compress what is pushed, and ask for compressed batches.
 
     `do_work` raises Refused or Fenced when the replay does not accept this client any more.
     over: why the run has ended; "" while it runs.
@@ -49,9 +50,10 @@ class ZmqLink:
         *,
         schema_hash: int,
         actors: int = 0,
+        compressed: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url, self.form = url, form
+        self.url, self.form, self.compressed = url, form, compressed
         self.welcome: Welcome | None = None
         self.over = ""
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
@@ -120,7 +122,7 @@ class ZmqLink:
         return self._send(channel, message)
 
     def _send(self, channel: int, message: Message) -> Tracker | None:
-        tracker = self._dealers.send(channel, messages.encode(message))
+        tracker = self._dealers.send(channel, messages.encode(message, self.compressed))
         self.counts["unsent"] += tracker is None
         return tracker
 

@@ -30,6 +30,7 @@ from zapex.replay.draw import Draw
 from zapex.transport import Incarnation
 from zapex.wire import control as messages
 from zapex.wire.batches import BatchPacker, check_batch_size, packed_bytes
+from zapex.wire.compression import check_compresses
 from zapex.wire.control import BULK, SMALL
 from zapex.wire.experience import Push, claimed_push
 from zapex.wire.header import Buffer, Kind, as_buffer
@@ -279,7 +280,9 @@ class ZmqSampleSink:
     def rows(self) -> int:
         """The rows of the oldest request of a learner that can receive a batch now."""
         session = self._next()
-        return next(iter(session.requests.values())) if session else self._server.form.batch_size
+        return (
+            next(iter(session.requests.values())).rows if session else self._server.form.batch_size
+        )
 
     def _next(self) -> Session | None:
         learners, room = self._server.sessions.of_roles("learner"), self._server.room
@@ -292,15 +295,15 @@ class ZmqSampleSink:
             self.counts["dropped"] += 1
             return
         sequence = next(iter(session.requests))
-        rows = session.requests.pop(sequence)
+        request = session.requests.pop(sequence)
         self.issued += 1
         buffer = self._take_buffer()
         message = self._packer.pack(
             draw, epoch=self._server.roster.epoch, sequence=sequence, memory=buffer
         )
-        tracker = self._server.send(session, BULK, message)
+        tracker = self._server.send(session, BULK, message, request.compressed)
         if tracker is None:
-            session.requests[sequence] = rows
+            session.requests[sequence] = request
             self._free.append(buffer)
             self.counts["dropped"] += 1
         else:
@@ -329,7 +332,9 @@ class ZmqSampleSink:
             text = f"at most {_MOST_REQUESTS} batches can be asked for ahead"
             self._server.send(session, SMALL, messages.Error(messages.Fault.BAD, text))
             return
-        session.requests[sample.sequence] = sample.rows
+        if sample.compressed:
+            check_compresses()
+        session.requests[sample.sequence] = sample
 
     def _update(self, session: Session, update: messages.Update) -> None:
         if update.sequence >= session.next_update:

@@ -177,7 +177,8 @@ class ZmqSampleSource:
         return True
 
     def _ask(self, sequence: int) -> None:
-        if self._link.send(SMALL, Sample(sequence, self._rows[sequence])) is None:
+        sample = Sample(sequence, self._rows[sequence], self._link.compressed)
+        if self._link.send(SMALL, sample) is None:
             self._unsent.add(sequence)
         else:
             self._unsent.discard(sequence)

@@ -98,12 +98,14 @@ class LinkServer:
         self._untold, self._refusal = 0, ""
         self._errors_s, self._errors_left = clock_s(), _ERRORS_PER_S
 
-    def send(self, session: Session, channel: int, message: Message) -> Tracker | None:
+    def send(
+        self, session: Session, channel: int, message: Message, compressed: bool = False
+    ) -> Tracker | None:
         """Send without waiting. Returns a tracker (`done`: buffers are free); None: not now.
 
         If the connection is gone, this also returns None; its client says hello again.
         """
-        return self.send_encoded(session, channel, messages.encode(message))
+        return self.send_encoded(session, channel, messages.encode(message, compressed))
 
     def send_encoded(
         self, session: Session, channel: int, buffers: Sequence[Buffer]

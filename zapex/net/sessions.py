@@ -7,7 +7,7 @@ from typing import Any
 
 from zapex.errors import BadMessage
 from zapex.host.roster import NO_HOST, Roster
-from zapex.wire.control import Error, Fault, Hello
+from zapex.wire.control import Error, Fault, Hello, Sample
 from zapex.wire.header import MAX_ACTORS, Form, Kind
 
 _SESSION_S = 10.0  # after this much silence a host may lose its actor numbers
@@ -28,7 +28,7 @@ class Session:
     """A client after its hello: its two connections (peers of the listener), and its open
     requests.
 
-    requests: rows by their number. address: of the client's machine; "" if it is not known.
+    requests: by their number. address: of the client's machine; "" if it is not known.
     owner: its key or its address. spoke: it has sent a message since its hello.
     """
 
@@ -42,7 +42,7 @@ class Session:
     peers: list[bytes | None] = field(default_factory=lambda: [None, None])
     actors: tuple[int, ...] = ()
     wants_newer_than: int | None = None
-    requests: dict[int, int] = field(default_factory=dict)
+    requests: dict[int, Sample] = field(default_factory=dict)
     next_update: int = 0
 
     @property

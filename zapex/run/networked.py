@@ -113,6 +113,7 @@ def _make_links(start: Start, actors: int = 0) -> list[ZmqLink]:
         ZmqLink(
             url, start.name, membership.host, start.incarnation, form, run.settings_at(shard),
             security, schema_hash=form.schema.hash, actors=actors,
+            compressed=membership.compress,
         )
         for shard, url in enumerate(membership.all_urls)
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from zapex.errors import BadMessage
 from zapex.wire.calls import Call, Reply
+from zapex.wire.compression import decompress
 from zapex.wire.experience import BatchMessage, Push
 from zapex.wire.header import (
     MAX_ACTORS,
@@ -148,10 +149,12 @@ class Sample(Message, kind=Kind.SAMPLE, body=Body(lambda m: (), _check_batch_siz
     """A request for one batch, or for a part of one that several replays draw together.
 
     sequence: its number, which the answer repeats. rows: at most the run's batch size.
+    compressed: the answer is to be compressed.
     """
 
     sequence: int = word("sequence")
     rows: int = word("rows")
+    compressed: bool = word("number", 0, 1, to=bool, default=False)
 
 
 class Update(Message, kind=Kind.UPDATE, body=priorities_body("<f4"), rows=lambda m: len(m.keys)):
@@ -253,6 +256,7 @@ _MESSAGES: dict[Kind, type[Message]] = {
         PublishAck, Stats, Bye, Error, Call, Reply, Pairs,
     )
 }  # fmt: skip
+COMPRESSIBLE = {Kind.PUSH, Kind.BATCH}
 _NEED_NO_FORM = {
     Kind.HELLO, Kind.WELCOME, Kind.ACK, Kind.UPDATE_ACK, Kind.PULL, Kind.PUBLISH_ACK, Kind.BYE,
     Kind.ERROR,
@@ -267,9 +271,13 @@ def decode(buffers: Sequence[Any], form: Form | None) -> Any:
     raw = decode_header(buffers)
     if form is None and raw.kind not in _NEED_NO_FORM:
         raise BadMessage(f"{raw.kind.name} came before the welcome")
+    if raw.compressed:
+        if form is None or raw.kind not in COMPRESSIBLE:
+            raise BadMessage(f"{raw.kind.name} is never compressed")
+        raw.body = decompress(raw.body, max(form.largest_request_bytes, form.largest_answer_bytes))
     return _MESSAGES[raw.kind].read(raw, cast(Form, form))
 
 
-def encode(message: Message) -> list[Buffer]:
-    """The buffers to send."""
-    return message.raw().encode()
+def encode(message: Message, compressed: bool = False) -> list[Buffer]:
+    """The buffers to send. compressed: if it is of a kind that can be."""
+    return message.raw().encode(compressed and message.kind in COMPRESSIBLE)

@@ -22,7 +22,6 @@ from zapex.wire.header import (
     Kind,
     RawMessage,
     as_buffer,
-    kind_of,
 )
 from zapex.wire.message import Body, Message, word
 
@@ -248,12 +247,12 @@ class Push(
 def claimed_push(head: Buffer, form: Form) -> tuple[int, int, int] | None:
     """Actor, incarnation and sequence that a header claims, before any check of a body.
 
-    None: it is not of a push of one chunk of this schema.
+    None: it is not of a push of one chunk of this schema, as it is in memory.
     """
-    if head.nbytes != HEADER.size or kind_of([head]) != Kind.PUSH:
+    if head.nbytes != HEADER.size:
         return None
-    _, _, _, schema, incarnation, sequence, chunks, _, actor, *_ = HEADER.unpack(head)
-    if schema != form.schema.hash or chunks != 1 or actor < 0:
+    _, _, kind, schema, incarnation, sequence, chunks, _, actor, *_ = HEADER.unpack(head)
+    if kind != Kind.PUSH or schema != form.schema.hash or chunks != 1 or actor < 0:
         return None
     return actor, incarnation, sequence
 

@@ -6,7 +6,8 @@ Little-endian, 64 bytes (docs/wire_protocol.md says what the fields mean in each
     16  incarnation i64   24 sequence i64     32 value i64     40 body bytes u64
     48  number i32        52 rows u32         56 frames u32    60 crc32 u32
 
-The crc32 is of the 60 bytes before it and of the body's buffers.
+The crc32 is of the 60 bytes before it and of the body's buffers. A kind with the bit
+COMPRESSED has a compressed body (compression.py); length and crc32 are of what is sent.
 """
 
 import struct
@@ -19,6 +20,7 @@ from zapex.chunks.layout import ChunkLayout
 from zapex.chunks.limits import Limits
 from zapex.chunks.schema import Schema
 from zapex.errors import BadMessage, OtherVersion
+from zapex.wire.compression import compress
 
 try:  # the same polynomial, computed with the processor's carry-less multiplication
     from zlib_ng.zlib_ng import crc32
@@ -29,6 +31,7 @@ MAGIC = b"ZAPX"
 VERSION = 2
 HEADER = struct.Struct("<4sHHQqqqQiIII")
 MAX_BUFFERS = 18  # a header, sixteen observation columns, and the rest
+COMPRESSED = 0x8000  # of the kind: each buffer of the body is compressed
 MAX_ACTORS = 4096
 PUSH_BYTES = 1 << 17  # small chunks share a message up to this many bytes of slots
 MAX_COUNT = 1 << 60  # sequences and versions stay below this, so counters do not overflow
@@ -123,18 +126,21 @@ class RawMessage:
     rows: int = 0
     frames: int = 0
     body: tuple[Buffer, ...] = field(default=(), repr=False)
+    compressed: bool = False
 
-    def encode(self) -> list[Buffer]:
-        """The buffers to send: the header and the body, which is not copied."""
-        body_bytes = sum(buffer.nbytes for buffer in self.body)
+    def encode(self, compressed: bool = False) -> list[Buffer]:
+        """The buffers to send: the header, and the body as it is, or a compressed copy."""
+        body = compress(self.body) if compressed else self.body
+        kind = self.kind | COMPRESSED if compressed else self.kind
+        body_bytes = sum(buffer.nbytes for buffer in body)
         # fmt: off
         head = HEADER.pack(
-            MAGIC, VERSION, self.kind, self.schema, self.incarnation, self.sequence, self.value,
+            MAGIC, VERSION, kind, self.schema, self.incarnation, self.sequence, self.value,
             body_bytes, self.number, self.rows, self.frames, 0,
         )[:-4]
         # fmt: on
-        crc = _crc(head, self.body)
-        return [memoryview(head + crc.to_bytes(4, "little")), *self.body]
+        crc = _crc(head, body)
+        return [memoryview(head + crc.to_bytes(4, "little")), *body]
 
 
 def _crc(head: bytes | Buffer, body: Sequence[Buffer]) -> int:
@@ -165,7 +171,7 @@ def split(value: bytes | Buffer) -> list[Buffer]:
 
 def kind_of(buffers: Sequence[Any]) -> int:
     """The kind that a message claims, before any check."""
-    return int.from_bytes(as_buffer(buffers[0])[6:8], "little")
+    return int.from_bytes(as_buffer(buffers[0])[6:8], "little") & ~COMPRESSED
 
 
 def decode_header(buffers: Sequence[Any]) -> RawMessage:
@@ -183,6 +189,7 @@ def decode_header(buffers: Sequence[Any]) -> RawMessage:
         raise BadMessage(f"a header starts with {MAGIC!r}, got {magic!r}")
     if version != VERSION:
         raise OtherVersion(f"this end speaks version {VERSION}, the peer version {version}")
+    compressed, kind = bool(kind & COMPRESSED), kind & ~COMPRESSED
     if not 1 <= kind <= len(Kind):
         raise BadMessage(f"kinds are 1 to {len(Kind)}, got {kind}")
     have = sum(buffer.nbytes for buffer in body)
@@ -195,5 +202,6 @@ def decode_header(buffers: Sequence[Any]) -> RawMessage:
     if _crc(head[:-4], body) != crc:
         raise BadMessage("the checksum is wrong")
     return RawMessage(
-        Kind(kind), schema, incarnation, sequence, value, number, rows, frames, tuple(body)
-    )
+        Kind(kind), schema, incarnation, sequence, value, number, rows, frames, tuple(body),
+        compressed,
+    )  # fmt: skip
