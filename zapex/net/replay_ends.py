@@ -272,17 +272,13 @@ class ZmqSampleSink:
 
     def requests(self) -> int:
         """How many batches are requested by learners that can receive one now."""
-        room = self._server.room
-        return sum(
-            min(len(s.requests), room(s, BULK)) for s in self._server.sessions.of_roles("learner")
-        )
+        learners, room = self._server.sessions.of_roles("learner"), self._server.room
+        return sum(min(len(s.requests), room(s, BULK)) for s in learners)
 
     def rows(self) -> int:
         """The rows of the oldest request of a learner that can receive a batch now."""
         session = self._next()
-        return (
-            next(iter(session.requests.values())).rows if session else self._server.form.batch_size
-        )
+        return session.oldest.rows if session else self._server.form.batch_size
 
     def _next(self) -> Session | None:
         learners, room = self._server.sessions.of_roles("learner"), self._server.room
@@ -294,16 +290,15 @@ class ZmqSampleSink:
         if session is None:  # its session was lost after `requests` counted
             self.counts["dropped"] += 1
             return
-        sequence = next(iter(session.requests))
-        request = session.requests.pop(sequence)
+        request = session.requests.pop(session.oldest.sequence)
         self.issued += 1
         buffer = self._take_buffer()
         message = self._packer.pack(
-            draw, epoch=self._server.roster.epoch, sequence=sequence, memory=buffer
+            draw, epoch=self._server.roster.epoch, sequence=request.sequence, memory=buffer
         )
         tracker = self._server.send(session, BULK, message, request.compressed)
         if tracker is None:
-            session.requests[sequence] = request
+            session.requests[request.sequence] = request
             self._free.append(buffer)
             self.counts["dropped"] += 1
         else:
@@ -345,9 +340,8 @@ class ZmqSampleSink:
                 self.counts["updates"] += 1
             else:
                 self.counts["foreign"] += len(update.keys)
-        self._server.send(
-            session, SMALL, messages.UpdateAck(session.next_update, self.counts["foreign"])
-        )
+        ack = messages.UpdateAck(session.next_update, self.counts["foreign"])
+        self._server.send(session, SMALL, ack)
 
 
 class ZmqParameters:

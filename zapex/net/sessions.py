@@ -46,6 +46,11 @@ class Session:
     next_update: int = 0
 
     @property
+    def oldest(self) -> Sample:
+        """The oldest open request; there must be one."""
+        return next(iter(self.requests.values()))
+
+    @property
     def starts(self) -> bool:
         """An actor host has asked for its numbers, and its relay has not spoken yet."""
         return self.role == "relay" and not self.spoke

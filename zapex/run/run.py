@@ -36,9 +36,10 @@ class Membership:
 
     url: of the replay; on the replay's host the address to listen at. urls: of all shards, shard 0
     first, which is `url` too; empty if there is one replay. shard: which of `shards` a replay's
-    host is. keys: a directory of `zapex keygen`; "": none. compress: experience and batches, on the way.
-    take_over: a learner replaces one of another host. network_memory_bytes: a bound for messages in flight at the replay. fstack_...:
-    what fstack:// needs, as the flags. host: one number for one join of this host's parent.
+    host is. keys: a directory of `zapex keygen`; "": none. compress: experience and batches, on the
+    way. take_over: a learner replaces one of another host. network_memory_bytes: a bound for
+    messages in flight at the replay. fstack_...: what fstack:// needs, as the flags. host: one
+    number for one join of this host's parent.
     numbers: the numbers of its actors in the run. total_actors, chunk, epoch: the run's, as in a
     Welcome.
     """
