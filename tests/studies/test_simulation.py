@@ -11,7 +11,7 @@ pytest.importorskip("simpy", reason="pip install simpy")
 
 from zapex.errors import ConfigError
 from zapex.studies import bounds, purchase, simulation
-from zapex.studies.cluster import Cluster, Link, Times, shard_of
+from zapex.studies.cluster import Cluster, Link, Times
 from zapex.studies.simulation import Simulation
 from zapex.studies.stations import Station, through
 
@@ -161,13 +161,8 @@ def test_parameters_of_many_hosts_fill_the_first_shard():
     assert 0.5 < few.parameters_age_s < 0.7
 
 
-def test_hosts_are_spread_over_shards_and_most_stay_when_one_is_added():
-    before = [shard_of(i, 4) for i in range(1_000)]
-    after = [shard_of(i, 5) for i in range(1_000)]
-    assert all(200 < before.count(shard) < 300 for shard in range(4))
-    moved = [b != a for b, a in zip(before, after, strict=True)]
-    assert 150 < sum(moved) < 250
-    assert sum(SMALL.of(400).placed.values()) == 100
+def test_hosts_are_spread_evenly_over_shards():
+    assert replace(SMALL.of(400), shards=3).placed == {0: 34, 1: 33, 2: 33}
 
 
 def test_the_same_seed_gives_the_same_outcome():

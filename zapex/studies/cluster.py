@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
-from hashlib import blake2b
 from typing import Any
 
 from zapex.errors import ConfigError
@@ -104,8 +103,8 @@ class Cluster:
 
     @property
     def placed(self) -> dict[int, int]:
-        """Shard -> how many actor hosts push there."""
-        return dict(sorted(Counter(shard_of(i, self.shards) for i in range(self.hosts)).items()))
+        """Shard -> how many actor hosts push there: in turn, as a run spreads its actors."""
+        return dict(sorted(Counter(i % self.shards for i in range(self.hosts)).items()))
 
     @property
     def shares(self) -> dict[int, float]:
@@ -120,8 +119,3 @@ class Cluster:
     def of(self, actors: int) -> "Cluster":
         """The same with another number of actors."""
         return replace(self, actors=actors)
-
-
-def shard_of(host: int, shards: int) -> int:
-    """Where an actor host pushes: spread by a hash, so not quite evenly."""
-    return max(range(shards), key=lambda shard: blake2b(b"%d %d" % (host, shard)).digest())
