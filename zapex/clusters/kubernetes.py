@@ -21,8 +21,7 @@ VERSIONS = ("1.29", "1.33")  # of the API: the objects are checked against both
 _HOME, _RUNS = "/zapex/home", "/runs"
 _KEYS_OF = {"replay": "replay", "learner": "learner", "actor": "relay"}
 _USER = 1000
-_INDEX = "batch.kubernetes.io/job-completion-index"
-_POD = "apps.kubernetes.io/pod-index"
+_INDEX, _POD = "batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"
 _ROLE = "app.kubernetes.io/component"
 _LIST = {"apiVersion": "v1", "kind": "List"}
 _TAKEN_AWAY = {"type": "DisruptionTarget", "status": "True"}
@@ -58,8 +57,8 @@ class Kubernetes:
             service |= {"selector": self._labels(role)}
             made.append(self._object("v1", "Service", role, spec=service))
             spec = {"serviceName": f"{self.name}-{role}", "replicas": group.hosts}
-            spec |= {"selector": {"matchLabels": self._labels(role)}}
-            spec["podManagementPolicy"] = "Parallel"
+            chosen = {"matchLabels": self._labels(role)}
+            spec |= {"selector": chosen, "podManagementPolicy": "Parallel"}
             kind, version = "StatefulSet", "apps/v1"
         else:
             # A pod that the cluster takes away is no failure; settings that cannot work always are.
@@ -80,9 +79,7 @@ class Kubernetes:
     def _secret(self, role: str, keys: Path | None) -> dict[str, Any]:
         """A role's own key, and the public ones."""
         names = f"{_KEYS_OF[role]}.key", "public.json"
-        texts = {
-            name: (keys / name).read_bytes() if keys else b"made at submission" for name in names
-        }
+        texts = {n: (keys / n).read_bytes() if keys else b"made at submission" for n in names}
         data = {name: base64.b64encode(text).decode() for name, text in texts.items()}
         return self._object("v1", "Secret", f"{role}-keys", data=data)
 
@@ -94,8 +91,8 @@ class Kubernetes:
         limits: dict[str, Any] = {"cpu": str(group.cores), "memory": f"{group.memory_gb}Gi"}
         if group.gpus:
             limits[self.table.gpu_resource] = str(group.gpus)
-        same: dict[str, Any] = {"image": self.table.image, "securityContext": _CONFINED}
-        same["resources"] = {"limits": limits, "requests": limits}
+        sizes = {"limits": limits, "requests": limits}
+        same = {"image": self.table.image, "securityContext": _CONFINED, "resources": sizes}
         host = {
             "name": "zapex",
             "command": ["python", "-P", "-m", "zapex.clusters.host", _HOME, role, "$(INDEX)"],

@@ -115,8 +115,7 @@ class Ray:
     def _hosts(self) -> Iterator[tuple[str, int, Any]]:
         """Role, index and handle of each Ray actor of the run."""
         for name in sorted(self.ray.util.list_named_actors()):
-            run, _, rest = name.partition("/")
-            role, _, index = rest.partition("/")
+            run, role, index = f"{name}//".split("/")[:3]  # others name theirs as they like
             if run == self.placement.name:
                 try:
                     yield role, int(index), self.ray.get_actor(name)
@@ -125,10 +124,9 @@ class Ray:
 
     def _ask(self, reference: Any) -> Any:
         """The answer of a host; None if Ray is starting it, or starting it again."""
-        errors = self.ray.exceptions
         try:
             return self.ray.get(reference, timeout=_ASK_S)
-        except (errors.GetTimeoutError, errors.RayActorError):
+        except (self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError):
             return None
 
     def _serve(self) -> list[tuple[str, int, dict[str, Any] | None]]:
@@ -195,8 +193,7 @@ class Ray:
         free = self.ray.available_resources()
         fits = all(free.get(what, 0) >= n for what, n in self._bundle(actors).items())
         if fits and all(there.values()) and len(there) < self.table.most_hosts:
-            index = next(i for i in range(self.table.most_hosts) if i not in there)
-            self._make(actors, index)
+            self._make(actors, next(i for i in range(self.table.most_hosts) if i not in there))
 
     def states(self, ids: Mapping[str, Any]) -> list[Host]:
         """Every Ray actor of the run; hosts that are running get what they need."""
