@@ -359,7 +359,7 @@ def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str
     known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run", "--onnx"}
     known |= {"--game", "--plain", "--terminal", "--render", "--json"}
     known |= {"--seeds", "--by", "--score", "--out"}
-    known |= {"--shards", "--shard"}
+    known |= {"--shards", "--shard", "--compress"}
     assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
 
 

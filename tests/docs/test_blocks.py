@@ -30,7 +30,6 @@ NOT_RUN = {
     ". .venv/bin/activate": "the tests have their environment",
     "pip install": "the tests have their environment",
     "tensorboard": "serves until it is stopped; tests/watch/test_dashboards.py",
-    "ssh": "needs another host",
     "redis-server": "tests/scenarios/test_redis.py",
     "export ZAPEX_FSTACK": "needs F-Stack's library",
 }  # fmt: skip
@@ -120,6 +119,8 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text('[env]\nenv = "CartPole-v1"\n')
     (tmp_path / "runs/RUN/checkpoints").mkdir(parents=True)
+    mine = [(ROOT / "examples" / name).read_text() for name in ("own_env.py", "own_network.py")]
+    (tmp_path / "mine.py").write_text("\n".join([*mine, "Env = Grid"]))
     (tmp_path / "runs/RUN/config.toml").write_text('[env]\nenv = "CartPole-v1"\n')
     return tmp_path
 

@@ -48,7 +48,8 @@ def _parser(commands: Commands) -> argparse.ArgumentParser:
             if value:
                 choices = value.split("|") if "|" in value else None
                 option = one.add_argument(flag, choices=choices)
-                option.complete = shtab.FILE  # type: ignore[attr-defined]
+                if choices is None:
+                    option.complete = shtab.FILE  # type: ignore[attr-defined]
             else:
                 one.add_argument(flag, action="store_true")
         word = one.add_argument("word", nargs="*")

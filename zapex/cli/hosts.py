@@ -195,7 +195,7 @@ def _membership(run: Resolved, part: Part) -> "Membership":
     # A run that is resumed is the one whose learner was there; its directory has a lock.
     take_over = getattr(more, "take_over", False) or bool(run.config.run.resume)
     membership = Membership(
-        part.name, url, more.keys, more.insecure_network,
+        part.name, url, keys=more.keys, insecure_network=more.insecure_network,
         compress=getattr(more, "compress", False),
         take_over=take_over and part.learns and not part.listens,
     )  # fmt: skip
