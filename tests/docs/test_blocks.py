@@ -2,9 +2,10 @@
 
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -74,14 +75,15 @@ def kept_from(line: str) -> str | None:
     return next((why for start, why in NOT_RUN.items() if line.startswith(start)), None)
 
 
-def run_python(page: str) -> None:
-    """In one namespace; a block with a title is a file of the working directory."""
-    names: dict[str, object] = {}
+def run_python(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, in one namespace; a block with a title is a file."""
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
     for number, block in enumerate(blocks(page, "python")):
         if title := re.search(r'title="(.+?)"', block.info):
             Path(title[1]).write_text(block.text)
         # Our own documentation: not bytes from elsewhere.
-        exec(compile(block.text, f"{page}, block {number}", "exec"), names)
+        exec(compile(block.text, f"{page}, block {number}", "exec"), vars(notebook))
 
 
 def python_pages() -> list[object]:
@@ -96,7 +98,7 @@ def test_the_python_of_a_page_runs_as_it_is_written(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_python(page)
+    run_python(page, monkeypatch)
 
 
 def test_every_block_has_a_language_that_the_tests_know() -> None:
