@@ -139,8 +139,13 @@ def test_the_quick_form_measures_waiting_staleness_and_bytes(tmp_path):
     assert narrow["down_mbit"] <= 1.1 * 100
     assert narrow["wait_share"] > 0.3
     assert 0 < narrow["staleness_batches"] <= narrow["prefetch"] + 1
-    packed = next(c for c in cells if c["line"]["compressed"])
-    assert packed["down_bytes_on_the_line"] < packed["down_bytes"] / 4
+    packed = next(c for c in cells if c["compress"])
+    assert packed["line"] == narrow["line"]
+
+    def bytes_each(cell):
+        return cell["down_mbit"] / cell["batches_per_s"]
+
+    assert bytes_each(packed) < bytes_each(narrow) / 4
     assert packed["batches_per_s"] > narrow["batches_per_s"]
     assert all(codec["batch_ratio"] > 4 for codec in results["compression"])
     assert figure.read_bytes().startswith(b"\x89PNG")
