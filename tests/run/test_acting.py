@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,21 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     for one in made:
         for fd in one.host.eventfds:
             os.close(fd)
+
+
+@pytest.mark.parametrize("inference", ["cpu", "central"])
+def test_every_moment_of_a_role_counts_for_one_of_its_phases(
+    inference: str, tmp_path: Path, hosts: list[Host]
+) -> None:
+    began = time.perf_counter()
+    one = make(tmp_path, inference, actors=2)
+    hosts.append(one)
+    one.publish(1)
+    one.play(STEPS)
+    for name in one.roles:
+        found = one.host.metrics(name).snapshot()
+        seconds = sum(value for key, value in found.items() if key.startswith("phase/"))
+        assert 0 < seconds <= time.perf_counter() - began, name
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Breakout-v5"])

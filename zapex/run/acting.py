@@ -7,6 +7,7 @@ import numpy as np
 
 from zapex.agent.exploration import epsilon_ladder, linear_epsilon
 from zapex.chunks.builder import ChunkBuilder
+from zapex.host.metrics import RoleMetrics
 from zapex.machine.exchange import Exchange
 from zapex.processes.child import DutyCycle
 from zapex.roles.actor import Actor
@@ -51,12 +52,13 @@ def make_actor(start: "Start") -> DutyCycle:
         first_stream=first,
         max_chunk_age_steps=config.actor.max_chunk_age_steps,
     )
+    metrics = host.metrics(start.name)
     return Actor(
         played,
-        _values(start, actor),
+        _values(start, actor, metrics),
         sink,
         builder,
-        host.metrics(f"actor {actor}"),
+        metrics,
         host.ring(f"episodes {actor}").producer().try_offer,
         epsilons=ladder[first : first + size],
         first_stream=first,
@@ -73,13 +75,16 @@ def actor_restarted(host: HostMemory, actor: int) -> bool:
     return host.metrics(f"actor {actor}").snapshot(alive=False)["steps"] > 0
 
 
-def _values(start: "Start", actor: int) -> "ValueSource":
-    """Where an actor's Q values come from; only its own policy loads torch."""
+def _values(start: "Start", actor: int, metrics: RoleMetrics) -> "ValueSource":
+    """Where an actor's Q values come from; only its own policy loads torch.
+
+    metrics: the actor's own object: each one takes the time since its last phase as its own.
+    """
     run, host = start.run, start.host
     if "inference" in run.part.roles:
         return _exchange(host).asker(actor, host.waker("inference").wake)
-    policy, metrics = _policy(start), host.metrics(start.name)
-    return OwnValues(policy, _pull(start, policy, 1), metrics)
+    policy = _policy(start)
+    return OwnValues(policy, _pull(start, policy, metrics, 1), metrics)
 
 
 def _policy(start: "Start") -> "Acting":
@@ -89,10 +94,10 @@ def _policy(start: "Start") -> "Acting":
     return start.run.policy()
 
 
-def _pull(start: "Start", policy: "Acting", actors: int) -> Pull:
+def _pull(start: "Start", policy: "Acting", metrics: RoleMetrics, actors: int) -> Pull:
     run, host = start.run, start.host
     return Pull(
-        policy, host.mailbox(), host.metrics(start.name), period=actors * run.param_steps,
+        policy, host.mailbox(), metrics, period=actors * run.param_steps,
         parameter_bytes=host.plan.parameter_bytes,
     )  # fmt: skip
 
@@ -107,12 +112,12 @@ def make_inference(start: "Start") -> DutyCycle:
     run, host = start.run, start.host
     actors = host.plan.actors
     wakers = [host.waker(f"actor {i}").wake for i in range(actors)]
-    policy = _policy(start)
+    policy, metrics = _policy(start), host.metrics(start.name)
     return Inference(
         _exchange(host).answerer(wakers),
         policy,
-        _pull(start, policy, actors),
-        host.metrics("inference"),
+        _pull(start, policy, metrics, actors),
+        metrics,
         streams=run.config.actor.envs_per_actor,
     )
 
