@@ -53,6 +53,7 @@ class PackingSink:
         self._inner, self._packed = host.sample_sink(), packed
         self._packer, self._network = BatchPacker(host.store()), host.waker(_NETWORK)
         self.ready, self.requests = self._inner.ready, self._inner.requests
+        self.rows = self._inner.rows
         self.updates = self._inner.updates
 
     @property
