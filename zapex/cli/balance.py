@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from zapex.cli.auto import cache_directory
+from zapex.cli.flags import check_outputs
 from zapex.cli.resolve import Options, resolve
 from zapex.errors import ConfigError
 
@@ -33,11 +34,7 @@ class BalanceOptions(Options):
         super().__post_init__()
         if not 0 <= self.learner_ms <= 1e6:
             raise ConfigError(f"--learner-ms must be 0 to 1,000,000, got {self.learner_ms:g}")
-        if self.figure and not self.figure.endswith(".png"):
-            raise ConfigError(f"--figure must end in .png, got {self.figure}")
-        for flag, file in (("--json", self.json), ("--figure", self.figure)):
-            if not Path(file).parent.is_dir():
-                raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
+        check_outputs(self.json, self.figure)
 
 
 def command(args: list[str]) -> int:

@@ -228,3 +228,12 @@ def read_settings(path: str) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return values
+
+
+def check_outputs(json: str, figure: str) -> None:
+    """Raise ConfigError for values of --json and --figure that cannot be written; "" is none."""
+    if figure and not figure.endswith(".png"):
+        raise ConfigError(f"--figure must end in .png, got {figure}")
+    for flag, file in (("--json", json), ("--figure", figure)):
+        if not Path(file).parent.is_dir():
+            raise ConfigError(f"{flag} {file} lies in a directory that does not exist")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zapex.cli.auto import cache_directory
+from zapex.cli.flags import check_outputs
 from zapex.cli.resolve import Options, Resolved, resolve
 from zapex.errors import ConfigError
 
@@ -74,11 +75,7 @@ class SimulateOptions(Options):
                 raise ConfigError(f"{flag} must be {low} to {high:,}, got {getattr(self, name):,}")
         if self.times and self.measure:
             raise ConfigError("--times brings the times, --measure measures them: give one of both")
-        if self.figure and not self.figure.endswith(".png"):
-            raise ConfigError(f"--figure must end in .png, got {self.figure}")
-        for flag, file in (("--json", self.json), ("--figure", self.figure)):
-            if not Path(file).parent.is_dir():
-                raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
+        check_outputs(self.json, self.figure)
 
 
 def command(args: list[str]) -> int:
