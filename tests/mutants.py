@@ -1,6 +1,6 @@
 """Mutation testing: random small changes of a module, and whether its tests notice them.
 
-    make mutants ARGS="[--module limiter ...] [--count 150] [--seed 1] [--json FILE]"
+    make mutants ARGS="[--module limiter ...] [--count 150] [--minutes M] [--seed 1] [--json FILE]"
 
 A change is made in a copy of the tree: a comparison, an arithmetic or a boolean operator becomes
 its neighbour, a whole number one more, a condition its opposite, a statement nothing. What no test
@@ -9,25 +9,38 @@ notices is printed with its line, and the score with its 95 % interval (Wilson).
 
 import argparse
 import ast
+import contextlib
 import json
 import math
 import os
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import hypothesis  # noqa: F401  # for the forks
+import numba
+import pytest
+
+_HANGS_S = 300.0
+_STANDS_STILL_S = 10.0
 ROOT = Path(__file__).parents[1]
 MODULES = {
     "sumtree": (
         ["zapex/sumtree_kernels.py", "zapex/sumtree_numba.py"],
         "tests/test_sumtree_numba.py",
     ),
-    "chunks": (["zapex/chunks/ledger.py", "zapex/chunks/store.py"], "tests/chunks tests/replay"),
+    "chunks": (
+        ["zapex/chunks/ledger.py", "zapex/chunks/store.py"],
+        "tests/chunks/test_store.py tests/chunks",
+    ),
     "n-step": (["zapex/chunks/step_kernels.py"], "tests/chunks/test_builder.py"),
     "limiter": (["zapex/replay/limiter.py"], "tests/replay/test_limiter.py"),
     "intake": (
@@ -96,67 +109,154 @@ def interval(killed: int, count: int) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
 
 
-def run(name: str, count: int, seed: int, tree: Path, timeout_s: float) -> dict[str, Any]:
-    """Random changes of a module, each tested."""
-    files, tests = MODULES[name]
+class Tests:
+    """Runs pytest in forks of this process, which has imported what no change touches.
+
+    Where this process stood still meanwhile (a suspended machine), the run is made again: its
+    deadlines mean nothing.
+    """
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self.limit_cpu_s = 600.0
+        os.environ.update(
+            XDG_CACHE_HOME=str(tree.parent), PYTHONPATH=str(tree), OMP_NUM_THREADS="1"
+        )
+        numba.njit(lambda x: x + 1)(1)  # its compiler is loaded here and not in each fork
+
+    def fail(self, tests: str) -> str:
+        """Why they fail, or an empty string: pytest's line, or that a limit was passed."""
+        while True:
+            child = os.fork()
+            if not child:
+                self._child(tests)
+            ended, stood_still = self._wait(child)
+            if not stood_still:
+                break
+        if ended is None:
+            return "hangs"
+        if os.WIFSIGNALED(ended):
+            return signal.Signals(os.WTERMSIG(ended)).name
+        if not ended:
+            return ""
+        lines = (self.tree.parent / "output").read_text(errors="replace").splitlines()
+        told = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
+        return " | ".join(told[-2:]) or f"exit code {os.WEXITSTATUS(ended)}"
+
+    def _child(self, tests: str) -> NoReturn:
+        os.setsid()
+        output = os.open(self.tree.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(self.limit_cpu_s) + 1,) * 2)
+        os.chdir(self.tree)
+        sys.path[:] = [str(self.tree), *(p for p in sys.path if p not in ("", str(ROOT)))]
+        for name in [n for n in sys.modules if n.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        code = 1
+        try:
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests.split()]))
+        finally:
+            os._exit(code)
+
+    def _wait(self, child: int) -> tuple[int | None, bool]:
+        """How it ended, None if it had to be ended; whether this process stood still meanwhile."""
+        awake_s, last_s, stood_still = 0.0, time.monotonic(), False
+        while not (done := os.waitpid(child, os.WNOHANG))[0]:
+            time.sleep(0.1)
+            now_s = time.monotonic()
+            stood_still |= now_s - last_s > _STANDS_STILL_S
+            awake_s += min(now_s - last_s, _STANDS_STILL_S)
+            last_s = now_s
+            if awake_s > _HANGS_S:
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what the tests left behind, too
+        if done[0]:
+            return done[1], stood_still
+        os.waitpid(child, 0)
+        return None, stood_still
+
+
+def run(
+    name: str, tests: Tests, chosen: argparse.Namespace, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Random changes of a module, each tested. before: only what survived there, tests since."""
+    files, wanted = MODULES[name]
+    tests.limit_cpu_s, before_s = 600.0, _children_cpu_s()
+    if why := tests.fail(wanted):
+        raise SystemExit(f"{name}: the tests fail without any change: {why}")
+    # The first run compiles all kernels, as one whose kernels are changed does.
+    tests.limit_cpu_s = 5 * (_children_cpu_s() - before_s) + 10
     sources = {file: (ROOT / file).read_text() for file in files}
     places = [(f, *c) for f, source in sources.items() for c in changes(ast.parse(source))]
-    picked = random.Random(f"{seed} {name}").sample(places, min(count, len(places)))
-    survivors = []
-    for number, (file, node, other) in enumerate(picked):
-        (tree / file).write_text(changed(sources[file], node, other))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *tests.split(),
-        ]
-        try:
-            code = subprocess.run(
-                command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)},
-                capture_output=True, timeout=timeout_s, check=False,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            code = 1  # it hangs: noticed
-        finally:
-            (tree / file).write_text(sources[file])
-        if code == 0:
-            place: Any = node
-            was = ast.get_source_segment(sources[file], node) or ""
-            survivors.append(f"{file}:{place.lineno}: {was} -> {ast.unparse(other)}")
-            print(f"{number}: survives: {survivors[-1]}", file=sys.stderr, flush=True)
-    killed = len(picked) - len(survivors)
-    return {"places": len(places), "mutants": len(picked), "killed": killed,
-            "score": killed / len(picked), "interval": interval(killed, len(picked)),
-            "survivors": survivors}  # fmt: skip
+    picked = random.Random(f"{chosen.seed} {name}").sample(places, min(chosen.count, len(places)))
+    survivors: list[str] = []
+    end_s, tried, killed = time.monotonic() + 60 * chosen.minutes, 0, 0
+    if before:
+        tried, killed = before["mutants"], before["killed"]
+    for file, node, other in picked:
+        change = _told(file, sources[file], node, other)
+        if before and change not in before["survivors"]:
+            continue
+        if time.monotonic() > end_s:
+            break
+        (tests.tree / file).write_text(changed(sources[file], node, other))
+        why = tests.fail(wanted)
+        (tests.tree / file).write_text(sources[file])
+        print(f"{name}: {change}: {why or 'SURVIVES'}", file=sys.stderr, flush=True)
+        tried += not before
+        killed += bool(why)
+        if not why:
+            survivors.append(change)
+    if tried != killed + len(survivors):
+        raise SystemExit(f"{name}: it has changed since, or time was up: try all its changes again")
+    return {"places": len(places), "mutants": tried, "killed": killed, "score": killed / tried,
+            "interval": interval(killed, tried), "survivors": survivors}  # fmt: skip
+
+
+def _told(file: str, source: str, node: Any, other: ast.AST) -> str:
+    was = ast.get_source_segment(source, node) or ""
+    return f"{file}:{node.lineno}:{node.col_offset}: {was} -> {ast.unparse(other)}"
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--module", nargs="+", choices=MODULES, default=list(MODULES))
     parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="at most, of each module")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds of one mutant's tests"
-    )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="modules that it has and this run has not stay")
+    parser.add_argument("--again", action="store_true", help="only the survivors in --json's file")
     chosen = parser.parse_args()
     os.nice(10)
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = subprocess.run(
+        git, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    found: dict[str, Any] = {}
+    if chosen.json and chosen.json.exists():
+        found = json.loads(chosen.json.read_text())["results"]
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         ignored = shutil.ignore_patterns(
-            ".git", ".venv*", ".peers*", "runs", "__pycache__", "build"
+            ".git", ".venv*", ".peers*", ".cache", "runs", "__pycache__", "build"
         )
         shutil.copytree(ROOT, tree, ignore=ignored)
-        found = {name: run(name, chosen.count, chosen.seed, tree, chosen.timeout)
-                 for name in chosen.module}  # fmt: skip
-    print(json.dumps(found, indent=1))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+        tests = Tests(tree)
+        for name in chosen.module:
+            before = found[name] if chosen.again else None
+            facts = run(name, tests, chosen, before)
+            found[name] = {"commit": commit, "seed": chosen.seed, **facts}
+            print(json.dumps({name: found[name]}, indent=1), flush=True)
+            if chosen.json:
+                report = {"benchmark": "mutants", "results": found}
+                chosen.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
