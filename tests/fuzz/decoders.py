@@ -33,9 +33,9 @@ from zapex.chunks.columns import Column
 from zapex.chunks.layout import NO_FRAME, BatchLayout, ChunkLayout
 from zapex.chunks.schema import Schema
 from zapex.errors import ZapexError
-from zapex.library import snapshot
 from zapex.library.prioritized import PrioritizedReplay
 from zapex.net import keys as curve_keys
+from zapex.replay import snapshot
 from zapex.replay.draw import Draw
 from zapex.wire import control as m
 from zapex.wire.batches import BatchUnpacker

@@ -12,8 +12,8 @@ import pytest
 
 from tests.chunks.test_packer import extend, new_replay, stream_of_rows
 from zapex.errors import CheckpointError
-from zapex.library import snapshot
 from zapex.library.prioritized import PrioritizedReplay
+from zapex.replay import saving, snapshot
 
 
 def filled(seed=0, rows=100, capacity=80, **options):
@@ -78,7 +78,7 @@ def test_rows_of_a_chunk_that_is_still_open_are_in_it(tmp_path):
 
 
 def test_a_second_save_writes_only_chunks_that_are_new(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "SEGMENT_BYTES", 3 * 500)
+    monkeypatch.setattr(saving, "SEGMENT_BYTES", 3 * 500)
     replay = filled(rows=60)
     replay.save(tmp_path)
     first = files(tmp_path)
@@ -120,14 +120,14 @@ def test_what_is_evicted_during_a_save_is_in_it(tmp_path, monkeypatch):
     replay = filled()
     leaves, rows = replay.core.tree.leaves.copy(), len(replay)
     before = {int(k): v for k, v in zip(*observations_of(replay), strict=True)}
-    write = snapshot.write_whole
+    write = saving.write_whole
     flood = stream_of_rows(np.random.default_rng(2), 2, 1, 200)
 
     def write_late(path, parts):
         extend(replay, *flood)
         return write(path, parts)
 
-    monkeypatch.setattr(snapshot, "write_whole", write_late)
+    monkeypatch.setattr(saving, "write_whole", write_late)
     replay.save(tmp_path)
     monkeypatch.undo()
     restored = PrioritizedReplay.load(tmp_path)
@@ -154,7 +154,7 @@ def test_a_save_that_stops_anywhere_leaves_the_last_one_loadable(tmp_path, monke
     replay = filled()
     replay.save(tmp_path)
     leaves = replay.core.tree.leaves.copy()
-    whole = getattr(snapshot, stop)
+    whole = getattr(saving, stop)
     for calls_before in range(3):
         extend(replay, *stream_of_rows(np.random.default_rng(1), 2, 1, 9))
         calls = []
@@ -165,7 +165,7 @@ def test_a_save_that_stops_anywhere_leaves_the_last_one_loadable(tmp_path, monke
                 raise OSError("the disk is full")
             return whole(*arguments)
 
-        monkeypatch.setattr(snapshot, stop, stops)
+        monkeypatch.setattr(saving, stop, stops)
         with pytest.raises(CheckpointError, match="the disk is full"):
             replay.save(tmp_path)
         monkeypatch.undo()
@@ -247,7 +247,7 @@ def rewrite(path, change):
     facts = snapshot.read_manifest(path)
     change(facts)
     text = snapshot.text_of(facts)
-    content = {"crc32": snapshot.zlib.crc32(text), "snapshot": facts}
+    content = {"crc32": saving.zlib.crc32(text), "snapshot": facts}
     (path / snapshot.MANIFEST).write_text(json.dumps(content))
 
 

@@ -12,13 +12,15 @@ from zapex.chunks.arguments import whole
 from zapex.chunks.batch import Batch
 from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError
-from zapex.library import snapshot
 from zapex.library.handle import Handle, check_main_guard
 from zapex.library.interface import Extender, ReplayInterface, Rows
 from zapex.library.owner import OwnedReplay
+from zapex.library.snapshot import load
 from zapex.library.writer import Autoreset, Writer
 from zapex.machine.segment import Segment
 from zapex.replay.core import ReplayLayout
+from zapex.replay.saving import save
+from zapex.replay.snapshot import Saves
 from zapex.sumtree_numba import Method
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class PrioritizedReplay(ReplayInterface):
                 f"transitions, got {layout.capacity}"
             )
         self._extender = Extender(self.core)
-        self._saves = snapshot.Saves()
+        self._saves = Saves()
         self._segment: Segment | None = None
         self._server: HandleServer | None = None
 
@@ -202,7 +204,7 @@ class PrioritizedReplay(ReplayInterface):
         with self.core.lock:
             self.core.catch_up()
             self._extender.close()  # as after a load, so that both replays continue in the same way
-        snapshot.save(self.core, self._saves, path)
+        save(self.core, self._saves, path)
 
     @classmethod
     def load(
@@ -217,6 +219,6 @@ class PrioritizedReplay(ReplayInterface):
         Raises:
             CheckpointError: there is no snapshot, or it is damaged.
         """
-        loaded, saves = snapshot.load(cls, path, buffer)
+        loaded, saves = load(cls, path, buffer)
         loaded._saves = saves
         return loaded

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import zlib
 from collections.abc import Iterable
@@ -68,6 +69,11 @@ def append_whole(path: Path, content: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def free_bytes(directory: Path) -> int:
+    """What this user may still write to the disk of a directory."""
+    return shutil.disk_usage(directory).free
 
 
 def is_locked(path: Path) -> bool:

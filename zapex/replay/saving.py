@@ -1,0 +1,279 @@
+"""Saves of a replay: snapshots that are whole even if the machine stops in a save.
+
+A save copies headers, leaves and random state under the replay's lock. Then it writes the chunks
+that are not on disk yet, in the order of eviction. Other threads may add transitions during this: a
+full chunk never changes, and a chunk that is evicted before it is written is copied to other memory
+(`SlotLedger.on_evict`), or left out once that takes MOST_ASIDE_BYTES. A save writes new files
+first, then renames the manifest, then removes old files. So if the process is killed at any time,
+the manifest names files that are whole.
+"""
+
+import os
+import re
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zapex.chunks.layout import COMMIT_SEQUENCE, COUNT, FREE, GENERATION, LIVE, STATE
+from zapex.errors import CheckpointError
+from zapex.machine.disk import free_bytes, open_regular, sync_directory, write_whole
+from zapex.replay.core import ReplayCore
+from zapex.replay.snapshot import (
+    FORMAT,
+    MANIFEST,
+    Saves,
+    StoredChunk,
+    read_manifest,
+    text_of,
+)
+
+# A save removes files with these names, and no others.
+_OURS = re.compile(
+    r"manifest\.json(\.[0-9a-f]{16})?|state-[0-9a-f]{16}\.bin|chunks-[0-9a-f]{16}-\d+\.bin"
+)
+_START = b'{"crc32":'  # of a manifest
+SEGMENT_BYTES = 64 << 20
+MOST_ASIDE_BYTES = 256 << 20  # of chunks that were evicted before they were written
+_SLACK_BYTES = 1 << 20  # the manifest, and what a file system needs besides
+Progress = Callable[[int, int], object]
+"""Takes the bytes of chunks that are on the disk, of how many that this save writes."""
+
+
+class _Instant:
+    """A replay's state while the lock was held. It keeps copies of chunks evicted since.
+
+    Where these copies would take too much memory, chunks are left out of the save.
+    """
+
+    def __init__(self, replay: ReplayCore) -> None:
+        ledger, store = replay.ledger, replay.store
+        self.store = store
+        self.headers = store.header_rows.copy()
+        # Filled by other processes: the header's count may be ahead.
+        elsewhere = ledger.announced >= 0
+        self.headers[elsewhere, COUNT] = ledger.announced[elsewhere]
+        self.leaves = replay.tree.leaves.copy()
+        # The oldest first; open chunks are the newest.
+        live = ledger.live
+        still_open = np.setdiff1d(np.flatnonzero(self.headers[:, STATE] == LIVE), live)
+        still_open = still_open[self.headers[still_open, COUNT] > 0]
+        still_open = still_open[np.argsort(self.headers[still_open, COMMIT_SEQUENCE])]
+        # Their stamps are of their opening: a load would take them for older than closed ones.
+        self.headers[still_open, COMMIT_SEQUENCE] = ledger.next_commit + np.arange(len(still_open))
+        self.slots: list[int] = live + still_open.tolist()
+        self.aside: dict[int, bytes] = {}
+        self.pending = set(self.slots)
+        self._most_aside = MOST_ASIDE_BYTES // store.layout.body_bytes
+        self.facts = {
+            "replay": replay.facts(),
+            "format": FORMAT,
+            "free": ledger.free_slots,
+            "random": replay.rng.bit_generator.state,
+        }
+
+    def keep(self, slot: int) -> None:
+        """Copy the bytes of a slot that the ledger evicts, before they change."""
+        if slot not in self.pending or slot in self.aside:
+            return
+        if len(self.aside) < self._most_aside:
+            self.aside[slot] = bytes(self._body(slot))
+        else:  # the disk is slower than the actors
+            self.pending.discard(slot)
+            self.headers[slot, STATE] = FREE
+            self.leaves.reshape(len(self.headers), -1)[slot] = 0.0
+
+    def _body(self, slot: int) -> NDArray[np.uint8]:
+        start = self.store.body(slot)
+        return self.store.mem[start : start + self.store.layout.body_bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state's file."""
+        return int(self.headers.nbytes + self.leaves.nbytes)
+
+    def skip(self, slot: int) -> None:
+        """The chunk is on the disk already. The caller holds the lock."""
+        self.pending.discard(slot)
+        self.aside.pop(slot, None)
+
+    def take(self, slot: int, lock: threading.RLock) -> bytes | None:
+        """The bytes of a chunk at the time of the save; None: it is left out."""
+        with lock:  # an eviction waits for this copy, or has made its own
+            if slot not in self.pending:
+                return None
+            self.pending.discard(slot)
+            return self.aside.pop(slot, None) or bytes(self._body(slot))
+
+
+def _ignore(done_bytes: int, total_bytes: int) -> None:
+    pass
+
+
+def save(
+    replay: ReplayCore,
+    saves: Saves,
+    path: str | os.PathLike[str],
+    about: Mapping[str, Any] | None = None,
+    progress: Progress = _ignore,
+) -> None:
+    """Write a snapshot of `replay` into the directory `path`; one save at a time.
+
+    about: JSON values to keep in the manifest under "about". Raises CheckpointError if it cannot be
+    written, and at once if the disk has too little room; then the former snapshot is as it was.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with saves.lock:
+            _save(replay, saves, folder.resolve(), dict(about or {}), progress)
+    except OSError as error:
+        raise CheckpointError(f"no snapshot in {folder}: {error}") from error
+
+
+def _save(
+    replay: ReplayCore, saves: Saves, folder: Path, about: dict[str, Any], progress: Progress
+) -> None:
+    _demand_own_directory(folder)
+    former = _manifest(folder)
+    _forget_unnamed(folder, former)  # a save that was killed has left files
+    same = saves.path == folder and _crc32(former) == saves.manifest_crc32
+    known = saves.chunks if same else {}
+    with replay.lock:
+        instant = _Instant(replay)
+        replay.ledger.on_evict = instant.keep
+    name = secrets.token_hex(8)
+    try:
+        try:
+            chunks = _write_chunks(replay, instant, known, folder, name, progress)
+        finally:
+            with replay.lock:
+                replay.ledger.on_evict = None
+        text = _write_manifest(instant, chunks, folder, name, about)
+        os.replace(folder / f"{MANIFEST}.{name}", folder / MANIFEST)
+    except BaseException:
+        _forget_unnamed(folder, _manifest(folder))
+        raise
+    sync_directory(folder)
+    _forget_unnamed(folder, _manifest(folder))
+    saves.path, saves.manifest_crc32, saves.chunks = folder, zlib.crc32(text), chunks
+
+
+def _demand_own_directory(folder: Path) -> None:
+    """Raise CheckpointError if there are files of others: a save removes and replaces files."""
+    others = [file.name for file in folder.iterdir() if not _OURS.fullmatch(file.name)]
+    with suppress(FileNotFoundError), open_regular(folder / MANIFEST) as file:
+        if file.read(len(_START)) != _START:
+            others.append(MANIFEST)
+    if others:
+        raise CheckpointError(
+            f"{folder} holds other files ({', '.join(sorted(others)[:3])}): save into a directory "
+            "that is new, or holds only a snapshot"
+        )
+
+
+def _write_chunks(
+    replay: ReplayCore,
+    instant: _Instant,
+    known: dict[int, StoredChunk],
+    folder: Path,
+    name: str,
+    progress: Progress,
+) -> dict[int, StoredChunk]:
+    """Write chunks that are not on disk yet to new files. Returns the places of all chunks."""
+    chunks: dict[int, StoredChunk] = {}
+    missing = []
+    for slot in instant.slots:
+        generation, count = instant.headers[slot, [GENERATION, COUNT]].tolist()
+        there = known.get(slot)
+        if there is not None and (there.generation, there.rows) == (generation, count):
+            chunks[slot] = there
+            with replay.lock:
+                instant.skip(slot)
+        else:
+            missing.append((slot, generation, count))
+    body_bytes = replay.store.layout.body_bytes
+    total = len(missing) * body_bytes
+    _demand_room(folder, total + instant.nbytes)
+    per_file = max(1, SEGMENT_BYTES // body_bytes)
+    for number, first in enumerate(range(0, len(missing), per_file)):
+        file = f"chunks-{name}-{number}.bin"
+        progress(first * body_bytes, total)
+
+        def bodies(part: list[tuple[int, int, int]], file: str = file) -> Iterable[bytes]:
+            position = 0
+            for slot, generation, count in part:
+                body = instant.take(slot, replay.lock)
+                if body is not None:
+                    chunks[slot] = StoredChunk(generation, count, file, position, zlib.crc32(body))
+                    position += body_bytes
+                    yield body
+
+        write_whole(folder / file, bodies(missing[first : first + per_file]))
+    progress(total, total)
+    return chunks
+
+
+def _demand_room(folder: Path, needed_bytes: int) -> None:
+    """Raise CheckpointError if the disk has too little room for this save's new files."""
+    free = free_bytes(folder)
+    if needed_bytes + _SLACK_BYTES > free:
+        raise CheckpointError(
+            f"a save into {folder} needs {_size(needed_bytes + _SLACK_BYTES)} and "
+            f"{_size(free)} are free there: free space on that disk"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def _write_manifest(
+    instant: _Instant, chunks: dict[int, StoredChunk], folder: Path, name: str,
+    about: dict[str, Any],
+) -> bytes:  # fmt: skip
+    """Write the state, and the manifest under another name. Returns its facts as text."""
+    state = f"state-{name}.bin"
+    crc32 = write_whole(folder / state, [instant.headers.data, instant.leaves.data])
+    facts = {
+        **instant.facts,
+        **({"about": about} if about else {}),
+        "state": {"file": state, "crc32": crc32},
+        "chunks": {str(slot): chunk for slot, chunk in chunks.items()},
+    }
+    text = text_of(facts)
+    whole = b'%s%d,"snapshot":%s}\n' % (_START, zlib.crc32(text), text)
+    write_whole(folder / f"{MANIFEST}.{name}", [whole])
+    sync_directory(folder)
+    return text
+
+
+def _forget_unnamed(folder: Path, manifest: dict[str, Any] | None) -> None:
+    """Remove files of snapshots that the manifest does not name. An unreadable one names all."""
+    wanted = {MANIFEST}
+    if manifest is not None:
+        wanted |= {manifest["state"]["file"], *(chunk[2] for chunk in manifest["chunks"].values())}
+    elif (folder / MANIFEST).exists():
+        return
+    for file in folder.iterdir():
+        if _OURS.fullmatch(file.name) and file.name not in wanted:
+            with suppress(OSError):
+                file.unlink()
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """The facts of the snapshot that is there; None: there is none, or it cannot be read."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+def _crc32(manifest: dict[str, Any] | None) -> int | None:
+    return None if manifest is None else zlib.crc32(text_of(manifest))
