@@ -2,11 +2,7 @@
 
 import base64
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.support.parts import VARIABLES, free_port
+from tests.support.containers import Pod
+from tests.support.parts import free_port
 from zapex.clusters import kubernetes as adapter
 from zapex.clusters.kubernetes import VERSIONS, Kubernetes
 from zapex.clusters.launched import Launched, launch, make_directory
@@ -181,54 +178,24 @@ def test_the_containers_own_command_runs_here_answers_its_probe_and_ends_when_it
         "kubernetes", "n", tmp_path / "launch", RUN + f"port = {free_port()}\n"
     )  # fmt: skip
     make_directory(placement)
-    kubernetes = Kubernetes(placement)
-    for name in ("zapex", "keys", "settings", "runs"):
-        (tmp_path / name).mkdir()
-    for one in kubernetes.objects(placement.directory / "keys"):
-        where = {"zapex-n-settings": "settings", "zapex-n-replay-keys": "keys"}
-        name = where.get(one["metadata"]["name"])
-        for file, text in one.get("data", {}).items():
-            content = base64.b64decode(text) if name == "keys" else text.encode()
-            if name:
-                (tmp_path / name / file).write_bytes(content)
-    pod = next(
-        one["spec"]["template"]["spec"]
-        for one in kubernetes.objects(None)
-        if one["kind"] == "StatefulSet"
-    )
-
-    def here(word: str) -> str:
-        word = re.sub(r"(?<![\w/])/(?=(zapex|keys|settings|runs)/)", f"{tmp_path}/", word)
-        return word.replace("$(INDEX)", "0")
-
-    facts = tmp_path / "settings" / "launch.json"
-    facts.write_text(facts.read_text().replace('"/runs"', json.dumps(str(tmp_path / "runs"))))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where `python` is
-    env = {**os.environ, **VARIABLES, "INDEX": "0", "PATH": path}
-    first = [here(word) for word in pod["initContainers"][0]["command"]]
-    subprocess.run(first, check=True, env=env, timeout=60)
-    key = tmp_path / "zapex" / "home" / "keys" / "replay.key"
+    pod = Pod(tmp_path / "pod", Kubernetes(placement), "replay")
+    pod.prepare()
+    key = pod.root / "zapex" / "home" / "keys" / "replay.key"
     assert key.stat().st_mode & 0o777 == 0o600
-    container = pod["containers"][0]
-    probe = [here(word) for word in container["readinessProbe"]["exec"]["command"]]
-    output = tmp_path / "output.txt"
-    with output.open("wb") as file:
-        host = subprocess.Popen(
-            [here(word) for word in container["command"]], stdout=file, stderr=file, env=env
-        )
+    host = pod.start()
     try:
-        assert subprocess.run(probe, env=env, check=False, timeout=60).returncode == 1
+        assert pod.probe() == 1
         deadline_s = time.monotonic() + 120
-        while subprocess.run(probe, env=env, check=False, timeout=60).returncode:
-            assert time.monotonic() < deadline_s, output.read_text()
-            assert host.poll() is None, output.read_text()
+        while pod.probe():
+            assert time.monotonic() < deadline_s, pod.output
+            assert host.poll() is None, pod.output
             time.sleep(0.5)
-        while "listening at" not in output.read_text():  # what the command says is passed on
-            assert time.monotonic() < deadline_s, output.read_text()
+        while "listening at" not in pod.output:  # what the command says is passed on
+            assert time.monotonic() < deadline_s, pod.output
             time.sleep(0.1)
         host.send_signal(signal.SIGTERM)
         assert host.wait(90) == 128 + signal.SIGTERM  # so that a Job makes another pod
-        assert subprocess.run(probe, env=env, check=False, timeout=60).returncode == 1
+        assert pod.probe() == 1
     finally:
         host.kill()
         host.wait(10)

@@ -31,12 +31,15 @@ _LOOKS = 5  # attempts, for what may only have changed during the check
 def attach(pid: int, run: Run) -> HostMemory | None:
     """The memory that the parent `pid` of a run holds; None while it is being created.
 
-    Only for the same user. Nothing may be written to it.
+    A host without slots, such as a learner's, has its counters here and no store. Only for the same
+    user. Nothing may be written to it.
     """
     plan = run.plan
     try:
-        control, experience = (_map(pid, name) for name in ("zapex-control", "zapex-experience"))
-        host = HostMemory(plan, control[: plan.nbytes], experience[: plan.replay.nbytes], [])
+        control, experience = _map(pid, "zapex-control"), np.empty(0, np.uint8)
+        if plan.experience_bytes:
+            experience = _map(pid, "zapex-experience")[: plan.replay.nbytes]
+        host = HostMemory(plan, control[: plan.nbytes], experience, [])
         for name, _ in plan.roles:
             host.metrics(name)
     except (OSError, ValueError, SharedMemoryError):
