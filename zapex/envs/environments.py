@@ -332,10 +332,12 @@ def _check_spaces(
             f"training supports Discrete actions only, and the actions of {env_id} are {actions}"
         )
     seen = form_of(env_id, env.observation_space)
+    images = seen.dtype == "uint8" and seen.shape == env.observation_space.shape
+    stack = _frames_stacked(env) if images else 1
     notes = list(seen.notes)
     skip = {**getattr(source, "kwargs", {}), **kwargs}.get("frameskip", 1)
     game = game_of(source)
-    if game is not None:
+    if game is not None and stack == 1:
         notes.append(f"with a wrapper {env_id} is played as Gymnasium has it: frames not stacked")
     limit = getattr(source, "max_episode_steps", None)
     threshold = getattr(source, "reward_threshold", None)
@@ -345,11 +347,12 @@ def _check_spaces(
         env_kwargs=kwargs,
         observation_shape=seen.shape,
         observation_dtype=seen.dtype,
-        stack=1,
+        stack=stack,
         num_actions=int(actions.n),
         frames_per_step=skip if game is not None and isinstance(skip, int) else 1,
         atari=False,
         describe=f"{env_id}{played}: observations {seen.shape} {seen.dtype}, {actions.n} actions"
+        + (f", {stack} frames stacked" if stack > 1 else "")
         + (f", at most {limit:,} steps an episode" if limit else ""),
         notes=tuple(notes),
         references={"solved": float(threshold)} if threshold is not None else {},
@@ -358,3 +361,17 @@ def _check_spaces(
         first_action=int(actions.start),
         wrappers=tuple(wrappers),
     )
+
+
+def _frames_stacked(env: Any) -> int:
+    """Frames in an observation by Gymnasium's FrameStackObservation: each is stored once. Else 1.
+
+    Around it may be what gymnasium.make adds, which leaves observations as they are.
+    """
+    from gymnasium import wrappers
+
+    while isinstance(
+        env, (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker)
+    ):
+        env = env.env
+    return int(env.stack_size) if isinstance(env, wrappers.FrameStackObservation) else 1
