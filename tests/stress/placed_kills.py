@@ -34,7 +34,7 @@ from tests.stress.placed_account import ROLES, Life, Witness
 from tests.stress.placed_worlds import GAMMA, N_STEP, WORLDS, World
 from tests.support.parts import ROOT, VARIABLES
 
-_PATIENCE_S = 240.0  # on a busy machine, with every kernel to load and a silence to wait for
+_PATIENCE_S = 400.0  # on a busy machine, with every kernel to compile and a silence to wait for
 _LOOK_S, _PAUSE_S = 0.02, 1.0
 _AGAIN = 5  # chunks acknowledged, batches learned or transitions inserted by a life that works
 _MUTANT = Path(__file__).parent / "frees_unsent"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,19 +85,6 @@ def _pid_at(run_dir: Path) -> int:
     return int((run_dir / ".lock").read_text())
 
 
-def _end_at(run_dirs: Sequence[Path]) -> None:
-    """End the commands that have these run directories, in order."""
-    found = []
-    for run_dir in run_dirs:
-        with contextlib.suppress(psutil.Error):
-            found.append(psutil.Process(_pid_at(run_dir)))
-    for process in found:
-        process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(found, timeout=_END_S)
-    if alive:
-        raise RuntimeError(f"{alive} did not end within {_END_S:g} s of SIGTERM")
-
-
 def _settings(table: str) -> str:
     return launched.settings_of(_SETTINGS) + table
 
@@ -108,12 +95,18 @@ _RAY = """
 [ray]
 address = "{address}"
 wait_s = 100
-replay = {{ cores = 1, memory_gb = 2 }}
-learner = {{ cores = 1, memory_gb = 4 }}
+replay = {{ cores = 4, memory_gb = 2 }}
+learner = {{ cores = 3, memory_gb = 6 }}
 actor = {{ hosts = 2, actors = 1, cores = 2, memory_gb = 3 }}
 """
-# The learner's bundle fits on its own node alone, and with it the replay's on the head alone.
-_NODES = {"learner": (1, 6), "actor 0": (2, 3), "actor 1": (2, 3)}
+# As Ray is told: then the replay fits on the head alone, the learner on its own node alone, and
+# actors on the others.
+_HEAD = {"num_cpus": 4, "memory": 3 << 30}
+_ACTORS = {"num_cpus": 2, "memory": 3 << 30}
+_NODES = {
+    "learner": {"num_cpus": 3, "memory": 6 << 30}, "actor 0": _ACTORS, "actor 1": _ACTORS
+}  # fmt: skip
+_ALL = {"object_store_memory": 80 << 20, "num_gpus": 0}
 
 
 class OnRay(World):
@@ -131,10 +124,7 @@ class OnRay(World):
         )  # fmt: skip
 
     def _node(self, name: str) -> Any:
-        cores, memory_gb = _NODES[name]
-        return self._cluster.add_node(
-            num_cpus=cores, memory=memory_gb << 30, object_store_memory=80 << 20, num_gpus=0
-        )
+        return self._cluster.add_node(**_NODES[name], **_ALL)
 
     def kill(self, draw: random.Random, wait: Wait) -> str:
         name = draw.choice(sorted(_NODES))
@@ -149,7 +139,6 @@ class OnRay(World):
         self.launcher.send_signal(signal.SIGKILL)  # nobody makes a host again
         self.launcher.wait(20)
         for name in ("actor 0", "actor 1"):
-            _end_at([self.directory / name.replace(" ", "-")])
             (raylet,) = self._nodes[name].all_processes["raylet"]
             _kill_all(raylet.process.pid)
 
@@ -159,10 +148,8 @@ def _on_ray(directory: Path) -> Iterator[World]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster as RayCluster
 
-    head = {"num_cpus": 1, "memory": 3 << 30, "object_store_memory": 80 << 20, "num_gpus": 0}
-    cluster = RayCluster(
-        initialize_head=True, head_node_args={**head, "include_dashboard": False}
-    )  # fmt: skip
+    head = {**_HEAD, **_ALL, "include_dashboard": False}
+    cluster = RayCluster(initialize_head=True, head_node_args=head)
     world = None
     try:
         world = OnRay(directory, cluster)
