@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from zapex.zmtp.connection import Connection, Limits, Message
@@ -12,6 +13,7 @@ LIMITS = Limits(frame_bytes=1 << 24, frames=20)
 ROUTER, DEALER = Local(b"ROUTER"), Local(b"DEALER", b"me")
 
 
+@cache
 def pair_of_keys(number: int) -> tuple[bytes, bytes]:
     """A public and a secret key, always the same ones for a number."""
     from nacl.bindings import crypto_scalarmult_base
