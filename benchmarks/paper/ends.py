@@ -233,8 +233,8 @@ class LinkLearner(_Learner):
 
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
-        samples, link = self._client.samples, self._client.learner
-        assert link.wait(samples.ready, _DEADLINE_S), link.waiting or "no batch came in time"
+        samples = self._client.samples
+        self._client.wait_for_batch()
         self.take(samples)
         samples.request()
         self.pulled += len(self._priorities)

@@ -71,10 +71,9 @@ def actor(make: Callable[[], Any], words: Any, index: int, compute_s: float) -> 
     end.pull()
     words[index] = MEASURING
     pushes, pushed, pulled, got = 0, 0, 0, 0
-    began_s = 0.0
+    found: dict[str, Any] = {}
     while words[0] != OVER:
         times.turn()
-        began_s = began_s or (time.monotonic() if times.counts else 0.0)
         counted = times.counts
         times.clock.enter("compute")
         time.sleep(compute_s)
@@ -83,8 +82,9 @@ def actor(make: Callable[[], Any], words: Any, index: int, compute_s: float) -> 
         if counted and times.counts:
             pushes, pushed = pushes + 1, pushed + nbytes
             pulled, got = pulled + here, got + bool(here)
-    found = times.result()
+            found = times.result()  # of whole cycles
     words[index] = OVER
+    found = found or times.result()
     per_push, per_pull = pushed / max(1, pushes), pulled / max(1, got)
     return {**found, "pushes": pushes, "bytes": {"push": per_push, "pull": per_pull}}
 

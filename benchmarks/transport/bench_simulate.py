@@ -1,11 +1,11 @@
 """The model of a cluster beside measured points that it has not seen.
 
-    python -m benchmarks.transport.bench_simulate [--seconds 15] [--quick] [--json F] [--figure F]
+    python -m benchmarks.transport.bench_simulate [--seconds 12] [--quick] [--json F] [--figure F]
 
-Paced roles (a real replay server, real links, chunks of Breakout, no torch) work at a given pace:
+Paced roles (real replay servers, real links, chunks of Breakout, no torch) work at a given pace:
 an actor sleeps where it would play, pushes 800 transitions and waits until they are acknowledged;
-the learner has two batches asked for ahead and sleeps where it would learn. 1 to 16 actors, without
-and with shaped links (long_link.py: one for all actors, one for the learner).
+the learner has two batches asked for ahead and sleeps where it would learn. 1 to 16 actors, 1 to 4
+shards, without and with shaped links (long_link.py: one for all actors, one for the learner).
 
 The model gets the paces, the links and the times that `zapex simulate` measures here
 (studies/calibration.py), and nothing of these points: none of them was used to fit anything. For
@@ -15,6 +15,7 @@ point whose cores were more than 80 % busy is marked and does not count.
 
 import math
 import mmap
+import random
 import sys
 import tempfile
 import time
@@ -37,10 +38,9 @@ from benchmarks.paper.roles import MEASURING, OVER, actor, learner
 from benchmarks.support.harness import arguments, goal, write_json
 from benchmarks.transport.bench_edge import _wait_until_it_listens
 from benchmarks.transport.long_link import Line, LongLink
-from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, warm
+from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, Setting, warm
 from zapex.config.settings import Config
 from zapex.envs import environments
-from zapex.host.metrics import RoleMetrics
 from zapex.run.run import Run
 from zapex.studies import calibration
 from zapex.studies.cluster import Cluster, Link, Times
@@ -50,22 +50,26 @@ GOAL = 0.10
 _START_S = 120.0
 _PORTS = count(7600)
 _PUBLISH_S = 2.0
+_AHEAD = PREFETCH + 1  # the paced learner asks again before it learns, the model's afterwards
+_BESIDE_S = 8.0  # of a point: start and warm-up
 DIRECT = Line()
 
 
 @dataclass(frozen=True)
 class Point:
-    """actors: paced by `actor_s` for each push. learner_s: of a step. site, far: the actors' link
-    and the learner's."""
+    """actors: paced by `actor_s` for each push, in turn to `shards` replays. learner_s: of a step.
+    site, far: the actors' link and the learner's."""
 
     actors: int
     actor_s: float
     learner_s: float
     site: Line = DIRECT
     far: Line = DIRECT
+    shards: int = 1
 
     def __str__(self) -> str:
         text = f"{self.actors} actors each {self.actor_s:g} s, learner {1e3 * self.learner_s:g} ms"
+        text += f", {self.shards} shards" if self.shards > 1 else ""
         for name, line in (("actors", self.site), ("learner", self.far)):
             text += f", {name}' link {line}" if line != DIRECT else ""
         return text
@@ -76,18 +80,22 @@ POINTS = (
     Point(4, 1.0, 0.05),
     *(Point(n, 0.4 * n, 0.2, site=Line(20.0, 400.0)) for n in (1, 4, 8)),
     Point(8, 0.5, 0.3, site=Line(10.0, 600.0)),
-    *(Point(2, 1.0, 0.1, far=line) for line in (
-        Line(30.0), Line(100.0), Line(5.0, 1000.0), Line(40.0, 600.0))),
+    *(Point(2, 1.0, 0.15, far=line) for line in (
+        Line(30.0, 1200.0), Line(500.0, 800.0), Line(5.0, 1000.0), Line(40.0, 600.0))),
     Point(4, 1.0, 0.2, site=Line(40.0, 400.0), far=Line(40.0, 800.0)),
+    *(Point(n, 0.2 * max(1, n // 2), 0.1, shards=shards) for n, shards in (
+        (2, 2), (8, 2), (3, 3), (4, 4), (16, 4))),
+    Point(4, 1.2, 0.2, site=Line(20.0, 400.0), shards=2),
+    Point(4, 1.0, 0.1, far=Line(40.0, 600.0), shards=4),
+    Point(8, 2.0, 0.2, site=Line(40.0, 400.0), far=Line(40.0, 800.0), shards=2),
 )  # fmt: skip
-QUICK_POINTS = (Point(1, 0.3, 0.2), Point(2, 0.5, 0.2, far=Line(60.0, 400.0)))
+QUICK_POINTS = (Point(1, 0.3, 0.2), Point(2, 0.5, 0.2, far=Line(60.0, 400.0), shards=2))
 
 
 def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> dict[str, Any]:
     """Rates of a point, and how busy the cores were."""
     setting = setting_of(point.actors + 1, quick)
     words = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
-    metrics = np.frombuffer(mmap.mmap(-1, RoleMetrics.required_bytes()), np.uint8)
     running: dict[str, Child] = {}
     with ExitStack() as stack:
 
@@ -95,19 +103,20 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
             running[role] = Child(work)
             stack.callback(running[role].kill)
 
-        port = next(_PORTS)
-        begin("server", lambda: _serve(setting, f"tcp://127.0.0.1:{port}", metrics, None))
-        _wait_until_it_listens(port)
-        links = [stack.enter_context(LongLink(port)) if line != DIRECT else None
+        ports = [next(_PORTS) for _ in range(point.shards)]
+        for shard, port in enumerate(ports):
+            begin(f"server {shard}", partial(_serve, setting, _url([port]), None, None))
+        for port in ports:
+            _wait_until_it_listens(port)
+        links = [stack.enter_context(LongLink(*ports)) if line != DIRECT else None
                  for line in (point.site, point.far)]  # fmt: skip
-        site, far = (f"tcp://127.0.0.1:{link.port if link else port}" for link in links)
+        site, far = (_url(link.ports if link else ports) for link in links)
         every = max(1, round(_PUBLISH_S / point.learner_s))
         places = list(range(2, 2 + point.actors))
-        begin("learner", lambda: learner(lambda: ends.LinkLearner(setting, far), words, places, 1,
+        begin("learner", lambda: learner(lambda: _Learner(setting, far), words, places, 1,
                                          point.learner_s, every))  # fmt: skip
         for i in range(point.actors):
-            make = partial(ends.LinkActor, setting, bodies, site, i)
-            begin(f"actor {i}", partial(actor, make, words, 2 + i, point.actor_s))
+            begin(f"actor {i}", partial(_play, setting, bodies, site, i, words, point.actor_s))
         _until(running, lambda: all(words[1 : 2 + point.actors] == MEASURING))
         for link, line in zip(links, (point.site, point.far), strict=True):
             if link:
@@ -118,8 +127,28 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
         time.sleep(seconds)
         words[0] = OVER
         facts = account.close()
-        found = {r: c.result(_START_S) for r, c in running.items() if r != "server"}
+        found = {r: c.result(_START_S) for r, c in running.items() if not r.startswith("server")}
     return _rates(point, found, facts, sum(setting.rows))
+
+
+class _Learner(ends.LinkLearner):
+    """It publishes as a real one does: without waiting."""
+
+    def set(self) -> None:
+        """New parameters, on their way."""
+        self._client.begin_publish()
+
+
+def _play(
+    setting: Setting, bodies: np.ndarray, url: str, number: int, words: Any, actor_s: float
+) -> dict[str, Any]:  # fmt: skip
+    """A paced actor. It begins at a time of its own, as the model's do, not with all others."""
+    time.sleep(random.Random(number).random() * actor_s)
+    return actor(lambda: ends.LinkActor(setting, bodies, url, number), words, 2 + number, actor_s)
+
+
+def _url(ports: Sequence[int]) -> str:
+    return ",".join(f"tcp://127.0.0.1:{port}" for port in ports)
 
 
 def _rates(
@@ -127,8 +156,8 @@ def _rates(
 ) -> dict[str, Any]:  # fmt: skip
     """Of the time that whole cycles took, not of the window.
 
-    A paced role stops for new parameters, or to publish them; a real one does not, and the model
-    neither: that time is left out.
+    A paced actor stops for new parameters; one beside a relay does not, and the model neither: that
+    time is left out.
     """
     actors = [one for role, one in found.items() if role.startswith("actor")]
     spent = [one["seconds"]["compute"] + one["seconds"]["push"] for one in actors]
@@ -136,8 +165,7 @@ def _rates(
     learns = found["learner"]
     return {
         "steps_per_s": sum(rows * n / s for n, s in zip(cycles, spent, strict=True)),
-        "batches_per_s": learns["steps"]
-        / sum(s for phase, s in learns["seconds"].items() if phase != "set"),
+        "batches_per_s": learns["steps"] / sum(learns["seconds"].values()),
         "push_ms": float(np.median([one["ms"]["push"]["median"] for one in actors])),
         "load": facts["load"],
         "push_bytes": float(np.mean([one["bytes"]["push"] for one in actors])),
@@ -153,8 +181,9 @@ def predicted(point: Point, times: Times, found: dict[str, Any], quick: bool) ->
         actors=point.actors, per_host=1, rows=sum(setting.rows), play_s=point.actor_s,
         chunk_bytes=round(found["push_bytes"] / burst), batch=setting.batch,
         batch_bytes=round(found["batch_bytes"]), parameter_bytes=PARAMETER_BYTES,
-        learn_s=point.learner_s, times=times, burst=burst, ahead=0, prefetch=PREFETCH,
-        publish_s=_PUBLISH_S, site=Link(point.site.mbit / 1e3, point.site.rtt_ms),
+        learn_s=point.learner_s, times=times, burst=burst, ahead=0, prefetch=_AHEAD,
+        publish_s=_PUBLISH_S, shards=point.shards,
+        site=Link(point.site.mbit / 1e3, point.site.rtt_ms),
         learner=Link(point.far.mbit / 1e3, point.far.rtt_ms),
     )  # fmt: skip
     outcome = Simulation(cluster).run()
@@ -166,11 +195,11 @@ def predicted(point: Point, times: Times, found: dict[str, Any], quick: bool) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """The model of a cluster beside measured points."""
     parser = arguments(main.__doc__ or "")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each point")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each point")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the results here")
     options = parser.parse_args(argv)
     seconds, points = (3.0, QUICK_POINTS) if options.quick else (options.seconds, POINTS)
-    print(f"{len(points)} points, about {len(points) * (seconds + 20) / 60:.0f} minutes")
+    print(f"{len(points)} points, about {len(points) * (seconds + _BESIDE_S) / 60:.0f} minutes")
     config = Config().replace(env="ALE/Breakout-v5")
     spec = environments.check(config.env.env, {})
     with tempfile.TemporaryDirectory(prefix="zapex-bench-") as place:
@@ -178,7 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     warm()
     bodies = _recorded(options.quick)
     rows: list[dict[str, Any]] = []
-    for point in points:
+    began_s = time.monotonic()
+    for done, point in enumerate(points):
+        if done:
+            left_s = (time.monotonic() - began_s) / done * (len(points) - done)
+            print(f"  [{done} of {len(points)} points, about {left_s / 60:.1f} min left]",
+                  flush=True)  # fmt: skip
         try:
             found = measured(point, bodies, options.quick, seconds)
         except (RuntimeError, TimeoutError, AssertionError) as error:
@@ -201,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                  for k in ("steps_per_s", "batches_per_s")), default=math.nan)  # fmt: skip
     print(goal("worst error of a rate at points below 80 % load", 100 * worst, 100 * GOAL, " %"))
     results = {"times": asdict(times), "points": rows, "worst_error": worst}
-    write_json(options, "simulate", results, rounds=1, seconds=seconds)
+    write_json(options, "simulate", results, rounds=1 if options.quick else None, seconds=seconds)
     if options.figure:
         draw(rows, options.figure, options.quick)
     return 0

@@ -1,9 +1,10 @@
 """A long link in user space: a TCP relay with delay, a line rate, losses, and compression.
 
-    python -m benchmarks.transport.long_link TARGET_PORT
+    python -m benchmarks.transport.long_link TARGET_PORT [TARGET_PORT ...]
 
-It prints its port, then reads one link a line as JSON, and answers what has passed since the line
-before. All connections of a direction share its line rate, in turns of at most 64 KiB.
+It prints its port for each target, then reads one link a line as JSON, and answers what has passed
+since the line before. All connections of a direction, to all targets, share its line rate, in
+turns of at most 64 KiB.
 
 What is not modelled: TCP's window on the long way. Its ends are here, so a connection has what the
 line gives at once; and a loss costs one round trip (TCP sends again), but no smaller window after
@@ -11,6 +12,7 @@ it.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import select
@@ -20,6 +22,7 @@ import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 from benchmarks.support.machine import ROOT
@@ -27,7 +30,7 @@ from benchmarks.support.machine import ROOT
 _TURN = 1 << 16
 _PACKET = 1448
 _QUEUE_S = 0.02  # of the line's rate; beyond that its sender waits
-_UNLIMITED_BYTES = 4 << 20  # under way at a time, where the rate is not limited
+_UNDER_WAY_BYTES = 64 << 20  # of a connection at a time: more than lines of these rates hold
 _DEADLINE_S = 30.0
 
 
@@ -77,14 +80,16 @@ class _Direction:
 
 
 class _Relay:
-    def __init__(self, target: int) -> None:
-        self.line, self._target = Line(), target
+    def __init__(self) -> None:
+        self.line = Line()
         self.directions = (_Direction(), _Direction())
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(
+        self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Both directions of one connection, until either ends."""
         try:
-            there = await asyncio.open_connection("127.0.0.1", self._target)
+            there = await asyncio.open_connection("127.0.0.1", target)
         except OSError:
             writer.close()
             return
@@ -93,7 +98,8 @@ class _Relay:
             asyncio.create_task(self._pump(reader, there[1], up)),
             asyncio.create_task(self._pump(there[0], writer, down)),
         ]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(asyncio.CancelledError):  # this process ends
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         for end in (writer, there[1]):
@@ -102,7 +108,7 @@ class _Relay:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction
     ) -> None:
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_UNLIMITED_BYTES // _TURN)
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_UNDER_WAY_BYTES // _TURN)
         delivery = asyncio.create_task(self._deliver(under_way, writer))
         packer = zlib.compressobj(1)
         due_s = 0.0
@@ -141,10 +147,13 @@ class _Relay:
         return found
 
 
-async def _serve(target: int) -> None:
-    relay = _Relay(target)
-    server = await asyncio.start_server(relay.connected, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
+async def _serve(targets: list[int]) -> None:
+    relay = _Relay()
+    servers = [
+        await asyncio.start_server(partial(relay.connected, target), "127.0.0.1", 0)
+        for target in targets
+    ]
+    print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
     orders = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
@@ -155,14 +164,18 @@ async def _serve(target: int) -> None:
 
 
 class LongLink:
-    """A relay in a process of its own, to 127.0.0.1:`target`. `port`: where it listens."""
+    """A relay in a process of its own, to each port of `targets` here.
 
-    def __init__(self, target: int) -> None:
+    `ports`: where it listens for each of them; `port`: for the first.
+    """
+
+    def __init__(self, *targets: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transport.long_link", str(target)],
+            [sys.executable, "-m", "benchmarks.transport.long_link", *map(str, targets)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
-        self.port = int(self._line())
+        self.ports = [int(port) for port in self._line().split()]
+        self.port = self.ports[0]
 
     def set(self, line: Line) -> dict[str, int]:
         """Make it this line. Returns the bytes since the last call, by direction."""
@@ -190,4 +203,4 @@ if __name__ == "__main__":
     with asyncio.Runner(
         loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
     ) as runner:
-        runner.run(_serve(int(sys.argv[1])))
+        runner.run(_serve([int(port) for port in sys.argv[1:]]))

@@ -33,9 +33,12 @@ from zapex.chunks.layout import (
     BatchLayout,
 )
 from zapex.chunks.store import ChunkStore
+from zapex.host.routes import Routes
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource
+from zapex.net.shard_samples import ShardedSampleSource
+from zapex.run.shard_chunks import ShardedChunkSender
 from zapex.shm_transport import HostMemory
 from zapex.wire.header import Kind
 from zapex.zmq_transport import (
@@ -62,19 +65,26 @@ def write_chunk(setting: Setting, store: ChunkStore, slot: int, rows: int, actor
 
 
 class NetworkClient:
-    """One actor host's relay, and, for the first of them, the learner."""
+    """One actor host's relay, and, for the first of them, the learner.
+
+    url: of the replay, or of all shards of a run with commas between them; then all but `update`.
+    """
 
     def __init__(self, setting: Setting, url: str, security: dict[str, Security], number: int):
         self._setting = setting
         layout = setting.layout
 
-        def link(role: str, host: int, actors: int) -> ZmqLink:
-            return ZmqLink(
-                url, role, host, 1, setting.form, {}, security[role],
-                schema_hash=layout.schema.hash, actors=actors,
-            )  # fmt: skip
+        def links(role: str, host: int, actors: int) -> list[ZmqLink]:
+            return [
+                ZmqLink(
+                    one, role, host, 1, setting.form, {}, security[role],
+                    schema_hash=layout.schema.hash, actors=actors,
+                )
+                for one in url.split(",")
+            ]  # fmt: skip
 
-        self.relay = link("relay", 1 + number, 1)
+        self._relays = links("relay", 1 + number, 1)
+        self.relay = self._relays[0]
         slots = 2 * len(setting.rows)
         self.store = ChunkStore(
             aligned_zeros(ChunkStore.required_bytes(layout.chunk_layout, slots)),
@@ -91,19 +101,31 @@ class NetworkClient:
         self._pushes = deque((range(half), range(half, slots)))
         self._free = set(range(slots))
         self._sequence = 0
-        self.sender = ChunkSender(self.relay, self.store)
+        self.sender: ChunkSender | ShardedChunkSender
+        if len(self._relays) == 1:
+            self.sender = ChunkSender(self.relay, self.store)
+        else:
+            routes = Routes(aligned_zeros(Routes.required_bytes(1)), 1)
+            self.sender = ShardedChunkSender(self._relays, self.store, routes, (number,), print)
         self._source = ZmqParameterSource(self.relay)
         self._parameters = np.zeros(setting.parameter_bytes, np.uint8)
         self._version = self.push_bytes = 0
         self._received: dict[Kind, int] = {}
         self._weigh(self.relay, Kind.PARAMS)
-        self.relay.open(_DEADLINE_S)
+        for one in self._relays:
+            one.open(_DEADLINE_S)
         if number == 0:
-            self.learner = link("learner", 1000, 0)
-            self.samples = ZmqSampleSource(self.learner, BETA)
+            self._learners = links("learner", 1000, 0)
+            self.learner = self._learners[0]
+            self.samples: Any
+            if len(self._learners) == 1:
+                self.samples = ZmqSampleSource(self.learner, BETA)
+            else:
+                self.samples = ShardedSampleSource(self._learners, BETA, "stratified", 1, print)
             self._sink = ZmqParameterSink(self.learner)
-            self._weigh(self.learner, Kind.BATCH)
-            self.learner.open(_DEADLINE_S)
+            for one in self._learners:
+                self._weigh(one, Kind.BATCH)
+                one.open(_DEADLINE_S)
             channels_last = setting.schema.stack > 1  # as a learner on a CPU takes them
             self.batch = Batch.empty(BatchLayout(setting.schema, setting.batch, channels_last))
             self.priorities = np.ones(setting.batch, np.float32)
@@ -111,7 +133,7 @@ class NetworkClient:
     def _weigh(self, link: ZmqLink, kind: Kind) -> None:
         """Count the bytes of messages of a kind, as they are received."""
         take = link.handlers[kind]
-        self._received[kind] = 0
+        self._received.setdefault(kind, 0)
 
         def weigh(message: Any) -> None:
             buffers = [message.parameters] if kind == Kind.PARAMS else message.body
@@ -135,8 +157,14 @@ class NetworkClient:
             self._sequence += 1
         self.sender.offer(slots)
 
-    def _until(self, done: Callable[[], object], link: ZmqLink) -> None:
-        assert link.wait(done, _DEADLINE_S), link.waiting or "nothing came in time"
+    def _until(self, done: Callable[[], object], link: ZmqLink, *more: ZmqLink) -> None:
+        """more: links that `done` receives from, too."""
+        also = tuple(fd for one in more for fd in one.fds)
+        assert link.wait(done, _DEADLINE_S, also=also), link.waiting or "nothing came in time"
+
+    def wait_for_batch(self) -> None:
+        """A batch has come that can be polled."""
+        self._until(self.samples.ready, *self._learners)
 
     def _turn(self) -> None:
         self.relay.do_work()
@@ -156,17 +184,17 @@ class NetworkClient:
     def push(self) -> None:
         """One push, acknowledged."""
         # What push_on left under way is not part of this push.
-        self._until(self._acknowledged, self.relay)
-        self._until(self._room, self.relay)
+        self._until(self._acknowledged, *self._relays)
+        self._until(self._room, *self._relays)
         before = self.sender.counts["bytes"]
         self._offer()
-        self._until(self._acknowledged, self.relay)
+        self._until(self._acknowledged, *self._relays)
         self.push_bytes = self.sender.counts["bytes"] - before
 
     def push_on(self) -> int:
         """Wait until there is room for one more push, and begin it; bytes acknowledged."""
         before = self.sender.counts["acknowledged"]
-        self._until(self._room, self.relay)
+        self._until(self._room, *self._relays)
         self._offer()
         self._turn()
         chunks = self.sender.counts["acknowledged"] - before
@@ -204,7 +232,7 @@ class NetworkClient:
 
     def poll(self) -> None:
         """The next batch, in our memory."""
-        self._until(self.samples.ready, self.learner)
+        self.wait_for_batch()
         assert self.samples.poll(self.batch) is not None
 
     def sample_on(self) -> int:

@@ -158,6 +158,7 @@ def test_the_model_of_a_cluster_is_compared_with_points_that_it_has_not_seen(tmp
     figure = tmp_path / "simulate.png"
     results = quick(tmp_path, "simulate", "--figure", str(figure))
     assert all(0 < value < 0.1 for name, value in results["times"].items() if name != "sample_s")
+    assert [row["point"]["shards"] for row in results["points"]] == [1, 2]
     for row in results["points"]:
         point, found, said = row["point"], row["measured"], row["predicted"]
         # No role is faster than its pace, measured or predicted.

@@ -1,6 +1,7 @@
 """The model of a cluster against closed forms: full resources, M/D/1, round trips, the limiter."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -161,8 +162,22 @@ def test_parameters_of_many_hosts_fill_the_first_shard():
     assert 0.5 < few.parameters_age_s < 0.7
 
 
-def test_hosts_are_spread_evenly_over_shards():
-    assert replace(SMALL.of(400), shards=3).placed == {0: 34, 1: 33, 2: 33}
+def test_actors_also_those_of_one_host_are_spread_evenly_over_shards():
+    assert replace(SMALL.of(400), shards=3).placed == [134, 133, 133]
+    one_host = replace(SMALL, actors=6, per_host=8, shards=4)
+    assert one_host.placed == [2, 2, 1, 1]
+    pushed = Counter()
+    for group in Simulation(one_host)._groups:
+        pushed[id(group.shard)] += group.actors
+    assert sorted(pushed.values()) == [1, 1, 2, 2]
+    assert replace(SMALL, actors=2, shards=4).placed == [1, 1]
+
+
+def test_a_learner_with_several_shards_checks_their_parts_itself():
+    alone = replace(SMALL, publish_s=1e6, times=replace(TIMES, unpack_s=5e-3))
+    assert Simulation(alone).run().batches_per_s == pytest.approx(1 / 0.020, rel=0.02)
+    several = replace(alone, shards=2)
+    assert Simulation(several).run().batches_per_s == pytest.approx(1 / 0.025, rel=0.02)
 
 
 def test_the_same_seed_gives_the_same_outcome():

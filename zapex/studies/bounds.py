@@ -35,37 +35,36 @@ LEARNER_IN, LEARNER_OUT = "learner's link, in", "learner's link, out"
 
 def demands(c: Cluster, batches_per_s: float) -> dict[str, Demand]:
     """Of the busiest resource of each kind. batches_per_s: how often parameters can be new."""
-    t, share = c.times, max(c.shares.values())
+    t, share, pushed = c.times, c.share, max(c.placed) / c.actors
     chunk_s = c.burst / c.rows  # chunks of a step
     versions = min(1 / c.publish_s if c.publish_s else MOST, batches_per_s)  # a second
     up, down = chunk_s * c.chunk_bytes, versions * c.parameter_bytes
-    split = len(c.shares)
     sent = versions * c.hosts
     update = 12 * c.batch
     return {
         ACTORS: Demand(c.play_s / c.rows / c.actors),
-        LEARNER: Demand(0.0, c.learn_s + (t.unpack_s if c.prefetch < 3 else 0.0)),
+        LEARNER: Demand(0.0, c.step_s),
         RELAYS: Demand(chunk_s * t.push_s / c.hosts),
         HOST_UP: Demand(up * c.host.byte_s / c.hosts),
         HOST_DOWN: Demand(always=down * c.host.byte_s),
         SITE_UP: Demand(up * c.site.byte_s),
         SITE_DOWN: Demand(always=down * c.hosts * c.site.byte_s),
         CORES: Demand(
-            share * chunk_s * t.insert_s,
+            pushed * chunk_s * t.insert_s,
             t.sample_s + share * (c.batch * t.row_s + t.update_s),
             sent * t.serve_s,
         ),
         THREADS: Demand(
-            share * chunk_s * t.move_s,
+            pushed * chunk_s * t.move_s,
             share * (c.batch_bytes + update) * t.byte_s,
             (sent + versions) * c.parameter_bytes * t.byte_s,
         ),
-        REPLAY_IN: Demand(share * up * c.replay.byte_s, share * update * c.replay.byte_s,
+        REPLAY_IN: Demand(pushed * up * c.replay.byte_s, share * update * c.replay.byte_s,
                           down * c.replay.byte_s),
         REPLAY_OUT: Demand(0.0, share * c.batch_bytes * c.replay.byte_s,
                            sent * c.parameter_bytes * c.replay.byte_s),
         LEARNER_IN: Demand(0.0, c.batch_bytes * c.learner.byte_s),
-        LEARNER_OUT: Demand(0.0, split * update * c.learner.byte_s, down * c.learner.byte_s),
+        LEARNER_OUT: Demand(0.0, update * c.learner.byte_s, down * c.learner.byte_s),
     }  # fmt: skip
 
 
@@ -75,8 +74,7 @@ def most_batches(c: Cluster) -> float:
     trip = c.learner.rtt_ms / 1e3 + 2 * t.hop_s + t.sample_s + c.batch * t.row_s
     trip += c.batch_bytes * max(c.learner.byte_s, c.replay.byte_s, t.byte_s)
     trip += t.unpack_s + c.learn_s  # a batch is asked for when one has been learned from
-    alone = c.learn_s + (t.unpack_s if c.prefetch < 3 else 0.0)
-    return min(1 / max(alone, 1e-9), c.prefetch / max(trip, 1e-9))
+    return min(1 / max(c.step_s, 1e-9), c.prefetch / max(trip, 1e-9))
 
 
 def most_steps(c: Cluster, batches_per_s: float = 0.0) -> tuple[float, str]:

@@ -1,6 +1,5 @@
 """What a model of a run on many hosts is told: hosts, links, sizes, and the time of each piece."""
 
-from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -102,14 +101,29 @@ class Cluster:
         return -(-self.actors // self.per_host)
 
     @property
-    def placed(self) -> dict[int, int]:
-        """Shard -> how many actor hosts push there: in turn, as a run spreads its actors."""
-        return dict(sorted(Counter(i % self.shards for i in range(self.hosts)).items()))
+    def placed(self) -> list[int]:
+        """How many actors push to each shard that has any: in turn, as a run spreads them."""
+        shards = min(self.shards, self.actors)
+        return [len(range(shard, self.actors, shards)) for shard in range(shards)]
 
     @property
-    def shares(self) -> dict[int, float]:
-        """Shard -> its share of all experience, and so of a batch's rows."""
-        return {shard: hosts / self.hosts for shard, hosts in self.placed.items()}
+    def share(self) -> float:
+        """Of a batch's rows from each shard: all are alike once their memories are full."""
+        return 1 / len(self.placed)
+
+    @property
+    def unpacks_beside(self) -> bool:
+        """Whether a thread of its own checks and unpacks batches while the learner learns.
+
+        The parts of several shards are received and checked by the learner's thread. That is most
+        of the work, so all of it counts as the learner's.
+        """
+        return self.prefetch >= 3 and len(self.placed) == 1
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the learner's thread for a batch."""
+        return self.learn_s + (0.0 if self.unpacks_beside else self.times.unpack_s)
 
     @property
     def own_steps_per_s(self) -> float:

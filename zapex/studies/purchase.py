@@ -72,12 +72,12 @@ def advise(c: Cluster, steps_per_s: float, batches_per_s: float) -> Purchase:
     learner is then busier than `MOST_LOAD` in the closed form, and the model reaches the rates.
     Raises ConfigError if the learner cannot, or if no purchase would do.
     """
-    own_s = c.learn_s + (c.times.unpack_s if c.prefetch < 3 else 0.0)
+    own_s = c.step_s
     if c.reuse:
         steps_per_s = max(steps_per_s, batches_per_s * c.batch / c.reuse)
         batches_per_s = max(batches_per_s, steps_per_s * c.reuse / c.batch)
     elif not batches_per_s:
-        batches_per_s = 1 / own_s
+        batches_per_s = 1 / (c.learn_s + c.times.unpack_s)  # also with several shards
     if batches_per_s * own_s > 1 + 1e-9:
         raise ConfigError(
             f"the learner makes at most {1 / own_s:.3g} batches a second, and {batches_per_s:.3g} "

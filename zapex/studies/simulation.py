@@ -53,7 +53,6 @@ class _Batch:
 
 @dataclass
 class _Shard:
-    share: float
     wake: Any
     worked_s: float = 0.0
     into: Station = field(default_factory=Station)
@@ -91,11 +90,13 @@ class Simulation:
         self.c = c = cluster
         self.env = simpy.Environment()
         self._random = random.Random(seed)
-        self._shards = [_Shard(share, self.env.event()) for share in c.shares.values()]
+        self._shards = [_Shard(self.env.event()) for _ in c.placed]
+        self._rows = c.share * c.batch  # of a batch, from each shard
         self._site = Station(), Station()
         self._learner_in, self._learner_out, self._unpacker = Station(), Station(), Station()
         self._groups = list(self._grouped())
-        self._slack = {id(shard): self._slack_of(shard) for shard in self._shards}
+        group = max(group.actors for group in self._groups) * c.rows * c.reuse
+        self._slack = max(c.tolerance, 2 * (group + c.batch))
         self._late_s = c.site.rtt_ms / 2e3 + c.times.hop_s
         self._learner_late_s = c.learner.rtt_ms / 2e3 + c.times.hop_s
         self._ready: Any = simpy.Store(self.env)
@@ -109,17 +110,18 @@ class Simulation:
         }
 
     def _grouped(self) -> Generator[_Group, None, None]:
-        c, left = self.c, self.c.actors
-        for shard, hosts in zip(self._shards, c.placed.values(), strict=True):
-            actors = min(left, hosts * c.per_host)
-            left -= actors
-            most = max(1, round(_GROUPS * shard.share))
-            together = -(-hosts // most)
-            for size in _parts(actors, -(-hosts // together)):
-                host = _Host(together)
-                self._shards[0].asks.append(host)
-                for part in _parts(size, max(1, min(size, most // hosts))):
+        c, shards, first = self.c, len(self._shards), 0
+        most = max(1, _GROUPS // shards)  # groups of a shard
+        together = -(-c.hosts // most)
+        blocks = -(-c.hosts // together)
+        for size in _parts(c.actors, blocks):
+            host = _Host(together)
+            self._shards[0].asks.append(host)
+            for index, shard in enumerate(self._shards):
+                here = len(range((index - first) % shards, size, shards))
+                for part in _parts(here, max(1, min(here, most // blocks))):
                     yield _Group(part, host, shard)
+            first += size
 
     # --- actors ----------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Simulation:
                 continue
             chunks, acks = self._take_in(shard)
             updates, shard.updates = shard.updates, 0
-            yield work(chunks * t.insert_s + updates * shard.share * t.update_s)
+            yield work(chunks * t.insert_s + updates * c.share * t.update_s)
             shard.held.extend(acks)
             self._let_on(shard)
             for host in behind:
@@ -192,8 +194,8 @@ class Simulation:
                 env.process(self._send(shard, host))
             while shard.requests and self._may_draw(shard):
                 batch = shard.requests.popleft()
-                yield work(t.sample_s + shard.share * c.batch * t.row_s)
-                shard.sampled += shard.share * c.batch
+                yield work(t.sample_s + self._rows * t.row_s)
+                shard.sampled += self._rows
                 env.process(self._answer(shard, batch))
             self._let_on(shard)
             counts["turns"] += 1
@@ -213,19 +215,15 @@ class Simulation:
                 acks.append((shard.inserted, shard.chunks.popleft()[2]))
         return _AT_MOST - room, acks
 
-    def _slack_of(self, shard: _Shard) -> float:
-        group = max((g.actors for g in self._groups), default=0) * self.c.rows * self.c.reuse
-        return max(self.c.tolerance * shard.share, 2 * (group + shard.share * self.c.batch))
-
     def _may_draw(self, shard: _Shard) -> bool:
         c = self.c
-        wanted = shard.sampled + shard.share * c.batch
-        return not c.reuse or wanted <= c.reuse * shard.inserted + self._slack[id(shard)]
+        wanted = shard.sampled + self._rows
+        return not c.reuse or wanted <= c.reuse * shard.inserted + self._slack
 
     def _let_on(self, shard: _Shard) -> None:
         """Acknowledge, with new credit, what the limiter allows."""
         c = self.c
-        most = (shard.sampled + self._slack[id(shard)]) / c.reuse if c.reuse else math.inf
+        most = (shard.sampled + self._slack) / c.reuse if c.reuse else math.inf
         while shard.held and shard.held[0][0] <= most:
             shard.held.popleft()[1].succeed()
 
@@ -247,7 +245,7 @@ class Simulation:
 
     def _answer(self, shard: _Shard, batch: _Batch) -> Steps:
         c, env, t = self.c, self.env, self.c.times
-        nbytes = shard.share * c.batch_bytes
+        nbytes = c.share * c.batch_bytes
         way = [
             (shard.sends, nbytes * c.times.byte_s * self._slower(shard.receives)),
             (shard.out, nbytes * c.replay.byte_s),
@@ -258,7 +256,7 @@ class Simulation:
         batch.missing -= 1
         if batch.missing:
             return
-        if c.prefetch >= 3:  # a thread of its own unpacks it
+        if c.unpacks_beside:
             yield env.timeout(through(env.now, [(self._unpacker, t.unpack_s)]) - env.now)
         self._ready.put(batch)
 
@@ -273,7 +271,7 @@ class Simulation:
 
     def _update(self) -> Steps:
         c, env = self.c, self.env
-        way = [(self._learner_out, len(self._shards) * 12 * c.batch * c.learner.byte_s)]
+        way = [(self._learner_out, 12 * c.batch * c.learner.byte_s)]
         yield env.timeout(through(env.now, way, self._learner_late_s) - env.now)
         for shard in self._shards:
             shard.updates += 1
@@ -291,19 +289,18 @@ class Simulation:
         self._wake(shard)
 
     def _learn(self) -> Steps:
-        c, env, t, counts, ages = self.c, self.env, self.c.times, self._counts, self._ages
+        c, env, counts, ages = self.c, self.env, self._counts, self._ages
         for _ in range(c.prefetch):
             env.process(self._request())
         while True:
             began_s = env.now
             batch = yield self._ready.get()
             counts["waited_s"] += env.now - began_s
-            unpack_s = t.unpack_s if c.prefetch < 3 else 0.0
-            yield env.timeout(unpack_s)
+            yield env.timeout(c.step_s - c.learn_s)
             ages["stale"].append(counts["batches"] - batch.asked_at)
             ages["batch"].append(env.now - batch.drawn_s)
             yield env.timeout(c.learn_s)
-            counts["computed_s"] += unpack_s + c.learn_s
+            counts["computed_s"] += c.step_s
             counts["batches"] += 1
             env.process(self._update())
             env.process(self._request())
