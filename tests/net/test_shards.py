@@ -23,8 +23,10 @@ from tests.support.transport_rigs import (
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.layout import COMMITTED, STATE, BatchLayout
+from zapex.host.metrics import RoleMetrics
 from zapex.host.routes import Routes
 from zapex.net.shard_samples import LATE_S, ShardedSampleSource
+from zapex.run.networked import count_shares
 from zapex.run.shard_chunks import GONE_S, ShardedChunkSender, preferences
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
@@ -341,6 +343,9 @@ def test_a_shard_that_is_gone_stalls_no_batch_longer_than_its_deadline(world: Wo
     assert "shard 1" in learning.said[0]
     assert "silent" in learning.said[0]
     assert (learning.source.shares.lost, learning.source.shares.away) == (1, [1])
+    metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "learner", create=True)
+    count_shares(learning.source.shares, metrics)
+    assert metrics.snapshot(alive=False)["shards_away"] == 1
     foreign = batch.keys | 1 << 55
     assert learning.source.update(foreign, np.ones(BATCH, np.float32))
     assert learning.source.dropped == BATCH
@@ -350,6 +355,10 @@ def test_a_shard_that_is_gone_stalls_no_batch_longer_than_its_deadline(world: Wo
         world.turn, "its return",
     )  # fmt: skip
     assert learning.source.shares.back == 1
+    for _ in range(2):  # totals, each counted once
+        count_shares(learning.source.shares, metrics)
+    found = metrics.snapshot(alive=False)
+    assert [found[f"shards_{name}"] for name in ("away", "lost", "back")] == [0, 1, 1]
     assert "shard 1 answers again" in learning.said[1]
     learning.source.request()
     assert set(by_shard(learning.poll().keys)) == {0, 1}

@@ -113,6 +113,17 @@ def test_tensorboard_has_the_settings_as_text_and_as_hyperparameters(events):
     )
 
 
+def test_shards_that_lost_their_share_are_a_number_where_there_are_several(recorded):
+    snapshot = recorded[1]
+    assert not [tag for tag in numbers(snapshot) if "shards" in tag]
+    shards = {"shards": 3.0, "shards_away": 1.0, "shards_lost": 2.0, "shards_back": 1.0}
+    several = dataclasses.replace(snapshot, learner={**snapshot.learner, **shards})
+    found = {tag: value for tag, value in numbers(several).items() if "shards" in tag}
+    assert found == {
+        "learner/shards_away": 1.0, "learner/shards_lost": 2.0, "learner/shards_back": 1.0
+    }  # fmt: skip
+
+
 def test_all_numbers_are_finite_and_json(recorded):
     for text in (recorded[0] / "metrics.jsonl").read_text().splitlines():
         json.loads(text, parse_constant=pytest.fail)

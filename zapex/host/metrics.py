@@ -71,11 +71,12 @@ TABLES: Final[dict[Role, RoleTable]] = {
     "learner": RoleTable(
         phases=("wait", "gather", "forward", "backward", "optimiser", "update", "publish",
                 "checkpoint", "other"),
-        counters=("batches", "samples", "torn_rows"),
+        counters=("batches", "samples", "torn_rows", "shards_lost", "shards_back"),
         # unsaved: the error number if the disk refused the newest checkpoint (evaluator: the best).
         # staleness: batches learned between the last batch's request and its learning step.
+        # shards: of the run, if it has several; how many are away now, how often one went and came.
         gauges=("params_version", "loss", "q_mean", "td_abs_mean", "grad_norm", "priority_mean",
-                "priority_max", "staleness", "unsaved"),
+                "priority_max", "staleness", "unsaved", "shards", "shards_away"),
         shown_as={"sample": ("gather",),
                   "compute": ("forward", "backward", "optimiser", "checkpoint", "other"),
                   "set": ("update", "publish"), "wait": ("wait",)},

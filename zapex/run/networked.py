@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zapex.errors import Fenced, PeerTimeout, RunOver
+from zapex.host.metrics import RoleMetrics
 from zapex.host.parts import PARTS
 from zapex.host.plan import OVER
 from zapex.host.roster import Roster
@@ -21,6 +23,7 @@ from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.net.shard_samples import ShardedSampleSource
 from zapex.net.statistics import SILENT_S, StatsHandler, StatsLink, StatsReader, StatsSender
+from zapex.replay.shards import Shares
 from zapex.run.run import NOT_ACTORS, Membership, Run
 from zapex.run.shard_chunks import ShardedChunkSender
 from zapex.run.topology import (
@@ -246,7 +249,17 @@ def make_learner_there(start: Start) -> LinkedRole:
     role = make_learner(start, source, BothSinks(host.mailbox(), sink))
     chores: list[Callable[[], object]] = [one.do_work for one in links]
     chores += [sender.do_work, *watches]
+    if isinstance(source, ShardedSampleSource):
+        metrics = host.metrics("learner")
+        metrics.set("shards", len(links))
+        chores.append(partial(count_shares, source.shares, metrics))
     return LinkedRole(role, chores, lambda: _close(links), _fds(links), save=role.close)
+
+
+def count_shares(shares: Shares, metrics: RoleMetrics) -> None:
+    """Which shards have no share in the batches, and how often one went and came back."""
+    metrics.set("shards_away", len(shares.away))
+    metrics.add_up(shards_lost=shares.lost, shards_back=shares.back)
 
 
 def _sample_source(start: Start, links: Sequence[ZmqLink]) -> SampleSource:

@@ -61,8 +61,10 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
         values["learner/batches"] = totals["batches"]
         values["learner/batches_per_s"] = rates["batches"]
         values["learner/samples_per_s"] = rates["samples"]
-        for name in ("params_version", "staleness", "torn_rows"):
-            values[f"learner/{name}"] = snapshot.learner[name]
+        kept_names = ["params_version", "staleness", "torn_rows"]
+        if snapshot.learner.get("shards"):
+            kept_names += ["shards_away", "shards_lost", "shards_back"]
+        values |= {f"learner/{name}": snapshot.learner[name] for name in kept_names}
     for view in snapshot.roles:
         values[f"system/{view.role}_cpu_cores"] = view.cpu_cores
         values |= {f"comm/{view.role}_{name}": share for name, share in view.shares.items()}
