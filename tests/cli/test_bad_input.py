@@ -86,6 +86,8 @@ train --env Brekout-v5                       | did you mean ALE/Breakout-v5
 train Brekout-v5                             | did you mean ALE/Breakout-v5
 train CartPole                               | did you mean CartPole-v1
 train --env-id Acrobat-v1                    | did you mean Acrobot-v1
+train --env good.toml                        | --config good.toml
+train CartPole-v1 Acrobot-v1                 | --env is given already
 train --env ''                               | module:Id or module:callable
 train Pendulum-v1                            | Discrete actions
 train LunarLander-v2                         | LunarLander
@@ -95,7 +97,6 @@ train TOY:dict_observations                  | with a --wrapper of your own
 train TOY:many_actions                       | Discrete actions
 train TOY:tiny_images                        | FlattenObservation
 train TOY:not_an_environment                 | must be a gymnasium.Env class
-train CartPole-v1 Acrobot-v1                 | 'Acrobot-v1' is not a flag
 train SMALL --env-kwargs oops                | pairs like key=value, got 'oops'
 train SMALL --env-kwargs wings=2             | wings
 train SMALL --env-kwargs                     | --env-kwargs KEY=VALUE
@@ -212,6 +213,10 @@ train --resume taken                         | taken is not a run
 train --resume a --config b                  | leave --config out
 config --lr fast                             | --lr must be a number
 doctor --actors many                         | --actors: a count must be a whole number
+simulate none.toml                           | none.toml cannot be read: No such file
+simulate none.tml                            | none.tml cannot be read: No such file
+simulate file                                | file is not TOML
+simulate table.toml                          | did you mean learner?
 # Evaluation.
 eval                                         | zapex eval RUN
 eval nowhere                                 | nowhere is not a run

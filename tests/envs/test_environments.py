@@ -198,3 +198,112 @@ def test_modules_of_the_working_directory_are_found_from_an_installed_script(tmp
         "broken:env: importing broken failed: ZeroDivisionError: division by zero",
         "[]",  # the parent of a run checks, and must stay small
     ]
+
+
+MINE = """
+import gymnasium
+import numpy as np
+
+class Right(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        return np.zeros(2, np.float32), 1, True, False, {}
+class NoSpace(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+class NoSeed(Right):
+    def reset(self):
+        return np.zeros(2), {}
+class OldReset(Right):
+    def reset(self, **options):
+        return np.zeros(2)
+class OldStep(Right):
+    def step(self, action):
+        return np.zeros(2), 1.0, True, {}
+class Breaks(Right):
+    def step(self, action):
+        raise RuntimeError("boom")
+class Shape(Right):
+    def reset(self, **options):
+        return np.zeros(3), {}
+class Fraction(Right):
+    observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
+class NotFinite(Right):
+    def reset(self, **options):
+        return np.array([np.nan, 0]), {}
+class Ragged(Right):
+    def reset(self, **options):
+        return [[1], [1, 2]], {}
+class NoReward(Right):
+    def step(self, action):
+        return np.zeros(2), None, True, False, {}
+class NoEnd(Right):
+    def step(self, action):
+        return np.zeros(2), 1.0, None, False, {}
+class Key(Right):
+    observation_space = gymnasium.spaces.Dict({"eye": Right.observation_space})
+    def reset(self, **options):
+        return {"ear": np.zeros(2)}, {}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A working directory with an environment of one's own."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("NoSpace", "mine:NoSpace must have an observation_space"),
+        ("NoSeed", "its reset(seed=0) fails: TypeError"),
+        ("OldReset", "reset must return (observation, info), got ndarray"),
+        ("OldStep", "terminated, truncated, info), got a tuple of 4"),
+        ("Breaks", "its step fails: RuntimeError: boom ("),
+        ("Shape", "of its reset has shape (3,), and its observation_space has (2,)"),
+        ("Fraction", "of its reset has dtype float32, and its observation_space has uint8"),
+        ("NotFinite", "of its reset must have finite numbers"),
+        ("Ragged", "cannot be made an array"),
+        ("NoReward", "the reward of a step must be a number, got None"),
+        ("NoEnd", "terminated of a step must be a bool, got None"),
+        ("Key", "must be a dict with the key 'eye'"),
+    ],
+)
+@pytest.mark.usefixtures("mine")
+def test_an_environment_that_cannot_take_a_step_is_refused_before_a_run(name, says):
+    with pytest.raises(ConfigError) as refused:
+        check(f"mine:{name}")
+    assert says in str(refused.value)
+    assert ("mine.py, line" in str(refused.value)) == (name == "Breaks")
+
+
+@pytest.mark.usefixtures("mine")
+def test_whole_and_double_numbers_are_no_mistake():
+    assert check("mine:Right").num_actions == 2
+    assert check(f"{TOY}:whole_numbers").observation_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("mne:Right", "did you mean mine:Right?"),
+        ("mine:Rihgt", "did you mean mine:Right?"),
+        ("mine.Right", "did you mean mine:Right?"),
+        ("mine", "give the class in it as mine:Class"),
+        ("mine.py", "give mine:Class"),
+        ("mine.py:Right", "give mine:Right"),
+        ("./mine.py:Right", "give mine:Right"),
+        ("run.toml", "--config run.toml"),
+    ],
+)
+@pytest.mark.usefixtures("mine")
+def test_a_misspelt_name_of_ones_own_is_told_with_the_right_one(env_id, says):
+    with pytest.raises(UnknownEnvironment) as refused:
+        check(env_id)
+    assert says in str(refused.value)

@@ -65,6 +65,11 @@ def read(args: Sequence[str], known: Flags, command: str, positional: str = "") 
         elif bool in known.get(switch, ()) and not equals:
             values[switch] = switch == name
         elif name not in known or not word.startswith("--"):
+            if not word.startswith("-") and positional in values:
+                raise ConfigError(
+                    f"{head!r} is not a flag of `zapex {command}`, and its {flag_of(positional)} "
+                    f"is given already: {values[positional]!r}"
+                )
             near = did_you_mean(head, map(flag_of, known)) if word.startswith("-") else ""
             raise ConfigError(
                 f"{head!r} is not a flag of `zapex {command}`{near or '; --help lists them'}"
@@ -216,9 +221,9 @@ def read_settings(path: str) -> dict[str, Any]:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--config {path} cannot be read: {reason}") from None
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}") from None
+        raise ConfigError(f"{path} is not TOML: {error}") from None
     try:
         values = flatten(tables)
         for name in values:

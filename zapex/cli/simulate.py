@@ -84,7 +84,7 @@ def command(args: list[str]) -> int:
         "Simulate a run on many hosts, for 1 to 10,000 actors: how fast it is, how old batches and "
         "parameters are, and what limits it. `zapex simulate run.toml` takes the run's settings."
     )
-    if args and not args[0].startswith("-") and args[0].endswith(".toml"):
+    if args and not args[0].startswith("-") and _is_file(args[0]):
         args = ["--config", *args]
     run = resolve(args, "simulate", what, SimulateOptions, FIRST)
     options: SimulateOptions = run.more
@@ -125,6 +125,11 @@ def command(args: list[str]) -> int:
         title = f"{run.config.env.env}, {cluster.per_host} actors a host, {options.shards} shard(s)"
         forecast_figure.draw(cluster, found, f"{title}: simulated", Path(options.figure))
     return 0
+
+
+def _is_file(word: str) -> bool:
+    """Whether a word is a settings file, perhaps a misspelt one; Gymnasium's ids have no dot."""
+    return Path(word).is_file() or ("." in word and ":" not in word)
 
 
 def _now() -> str:

@@ -4,12 +4,11 @@ Only `check` examines an environment before a run; it starts nothing. The proces
 their streams from its EnvironmentSpec with `zapex.envs.streams.make`.
 """
 
-import difflib
 import os
-import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from zapex.agent.architecture import MIN_IMAGE_SIDE
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
+from zapex.envs import first_step, suggestions
 from zapex.envs.atari_scores import RANDOM_AND_HUMAN
 from zapex.envs.observations import Part, form_of
 from zapex.errors import ConfigError, UnknownEnvironment
@@ -131,18 +131,20 @@ def find(env_id: str) -> Any:
     # It prints a banner whenever a ROM is loaded.
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     module_name, _, name = env_id.rpartition(":")
-    if module_name:
-        named = getattr(_import(env_id, module_name), name, None)
-        if callable(named):
-            return named
+    module = _import(env_id, module_name) if module_name else None
+    if callable(found := getattr(module, name, None)):
+        return found
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    nearest = _nearest(name, list(gymnasium.registry))
-    if module_name and not nearest:
+    nearest = suggestions.ids(name, list(gymnasium.registry))
+    if module is not None and not nearest:
         raise UnknownEnvironment(
             f"no environment is called {env_id!r}: module {module_name} has no callable {name!r}, "
-            "and registers no such id"
+            f"and registers no such id{suggestions.in_module(module, name)}"
         )
+    file = suggestions.file(env_id)
+    if file:
+        raise UnknownEnvironment(f"no environment is called {env_id!r}{file}")
     raise UnknownEnvironment(
         f"no environment is called {env_id!r}"
         + (f": did you mean {' or '.join(nearest)}?" if nearest else ".")
@@ -150,32 +152,16 @@ def find(env_id: str) -> Any:
     )
 
 
-def _import(env_id: str, module_name: str) -> Any:
+def _import(env_id: str, module_name: str) -> ModuleType:
+    if "/" in module_name:
+        raise UnknownEnvironment(f"no environment is called {env_id!r}{suggestions.file(env_id)}")
     try:
         return named.module(module_name, env_id)
     except ModuleNotFoundError as error:
         raise UnknownEnvironment(
             f"no environment is called {env_id!r}: there is no module {error.name!r} in "
-            f"{os.getcwd()} or among the installed packages"
+            f"{os.getcwd()} or among the installed packages{suggestions.file(env_id)}"
         ) from None
-
-
-def _nearest(name: str, ids: list[str]) -> list[str]:
-    """Up to three ids similar to `name`; parts that all ids share do not count."""
-    stems: dict[str, str] = {}
-    for known in sorted(ids, key=lambda known: (known.startswith("ALE/"), _version(known))):
-        stems[_stem(known)] = known  # the last wins: ALE/Pong-v5 over Pong-v4, v1 over v0
-    close = difflib.get_close_matches(_stem(name), list(stems), n=3, cutoff=0.65)
-    return [stems[stem] for stem in close]
-
-
-def _stem(env_id: str) -> str:
-    return re.sub(r"^ale/|(noframeskip|deterministic)?(-ram)?(-v\d+)?$", "", env_id.lower())
-
-
-def _version(env_id: str) -> int:
-    match = re.search(r"-v(\d+)$", env_id)
-    return int(match[1]) if match else 0
 
 
 def game_of(source: Any) -> str | None:
@@ -321,17 +307,28 @@ def _makes_environments(source: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, gymnasium.Env)
 
 
+def _space(env_id: str, env: Any, name: str) -> Any:
+    try:
+        return getattr(env, name)
+    except AttributeError:
+        raise ConfigError(
+            f"{env_id} must have an {name}: a space of gymnasium.spaces, set in its class or in "
+            "its __init__"
+        ) from None
+
+
 def _check_spaces(
     env_id: str, source: Any, kwargs: dict[str, Any], wrappers: Sequence[str], env: Any
 ) -> EnvironmentSpec:
     from gymnasium.spaces import Discrete
 
-    actions = env.action_space
+    actions = _space(env_id, env, "action_space")
     if not isinstance(actions, Discrete):
         raise ConfigError(
             f"training supports Discrete actions only, and the actions of {env_id} are {actions}"
         )
-    seen = form_of(env_id, env.observation_space)
+    seen = form_of(env_id, _space(env_id, env, "observation_space"))
+    first_step.take(env_id, env)
     images = seen.dtype == "uint8" and seen.shape == env.observation_space.shape
     stack = _frames_stacked(env) if images else 1
     notes = list(seen.notes)
