@@ -49,10 +49,12 @@ MODULES = {
     ),
     "messages": (
         [f"zapex/wire/{name}.py" for name in ("control", "experience", "header", "message")],
-        "tests/wire",
+        "tests/wire --deselect=tests/wire/test_messages.py::test_any_bytes_are_a_message_or_refused"
+        " --deselect="
+        "tests/wire/test_messages.py::test_mutants_of_real_messages_are_messages_or_refused",
     ),
 }
-"""Name -> its files, and the tests that have to notice."""
+"""Name -> its files, and the tests that have to notice: not those that feed random bytes."""
 
 _COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
             ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
