@@ -122,6 +122,7 @@ def test_memory_that_is_attached_again_owes_nothing_for_what_it_holds():
     ("changes", "words"),
     [
         ({"tolerance": 8 * 64 + 31}, "will deadlock as soon as the samples owed.*544 or more"),
+        ({"samples_per_insert": 8.3}, "raise tolerance to 564 or more"),  # 563.2 are needed
         (
             {"min_size_to_sample": 1001},
             "will deadlock as soon as the replay is full.*lower min_size_to_sample to 1000",
@@ -136,6 +137,29 @@ def test_memory_that_is_attached_again_owes_nothing_for_what_it_holds():
 def test_a_config_that_cannot_work_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         config(**changes)
+
+
+def test_the_smallest_and_the_fullest_config_is_accepted():
+    config(grant=1, batch=1, min_size_to_sample=1, capacity=1)
+    config(min_size_to_sample=1000)
+
+
+def test_a_ratio_below_one_owes_less_than_one_sample_for_a_transition():
+    limiter = RateLimiter(config(samples_per_insert=0.5), committed=500)
+    limiter.insert(64)
+    assert limiter.owed == 32
+
+
+def test_nothing_is_owed_until_min_size_is_committed():
+    assert RateLimiter(config(), granted=64).owed == 0
+
+
+def test_more_than_one_grant_or_one_batch_is_not_to_be_asked_for():
+    limiter = RateLimiter(config())
+    with pytest.raises(ReplayError, match="0 to 64"):
+        limiter.can_insert(65)
+    with pytest.raises(ReplayError, match="0 to 32"):
+        limiter.can_sample(33)
 
 
 def test_misuse_is_refused_and_changes_nothing():

@@ -131,6 +131,29 @@ def test_more_slots_come_as_soon_as_fewer_than_a_credit_are_out_and_never_before
     assert len(rig.source.grants[0]) == 2, "two are still out"
 
 
+def test_work_is_counted_lives_grants_and_chunks() -> None:
+    rig = Rig()
+    rig.source.changes.append(Incarnation(0, 1))
+    assert rig.intake.do_work(0, 0) == 2, "a life and a grant"
+    (_, slots) = rig.source.grants[0][0]
+    rig.source.full = True
+    rig.write(slots[0])
+    rig.write(slots[1])
+    assert rig.hand_over(*slots) == 2, "two chunks, and no room for a grant"
+    rig.source.full = False
+    assert rig.intake.do_work(0, 0) == 1, "a grant"
+
+
+def test_a_chunk_that_is_not_whole_counts_as_no_transition() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    (_, slots) = rig.source.grants[0][0]
+    rig.write(slots[0], count=CHUNK + 1)
+    rig.hand_over(slots[0])
+    assert (rig.intake.refused, rig.intake.inserted) == (1, 0)
+    assert not rig.intake.limiter.open
+
+
 @pytest.mark.parametrize("whose", ["another's", "nobody's"])
 def test_a_slot_that_was_not_granted_to_this_actor_is_refused(whose: str) -> None:
     rig = Rig(actors=2)

@@ -176,6 +176,23 @@ def test_a_batch_whose_frames_cannot_be_numbered_is_refused() -> None:
         check_batch_size(8192, 4)
 
 
+@pytest.mark.parametrize("at", [0, 8, 48])  # the total, the smallest leaf, one that was drawn
+@pytest.mark.parametrize("number", [-1.0, 0.0, np.nan, np.inf])
+def test_a_batch_with_a_number_that_no_tree_has_is_refused(at: int, number: float) -> None:
+    frames, rows = batch_parts()
+    bad = bytearray(rows)
+    struct.pack_into("<d", bad, at, number)
+    batch = m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, (frames, as_buffer(bytes(bad))))
+    with pytest.raises(BadMessage, match="positive and finite"):
+        m.decode(m.encode(batch), FORM)
+
+
+def test_why_a_run_has_ended_is_heard_and_nothing_where_it_has_not() -> None:
+    for over in ("the learner is done", ""):
+        said = replace(examples()["bye"], over=over)
+        assert m.decode(m.encode(said), FORM).over == over
+
+
 def test_a_peer_of_another_schema_is_told_both_hashes() -> None:
     other = Schema(SCHEMA.columns, n_step=2, gamma=0.5)
     form = Form(ChunkLayout(other, 4), 2, 8)
