@@ -10,6 +10,9 @@ MINUTES = 20.0
 EVALUATION_GAMES = 100
 OURS = "zapex"
 SB3 = "stable-baselines3"
+CLEANRL = "cleanrl"
+PEERS = {SB3: "dqn_learning.py", CLEANRL: "cleanrl_learning.py"}
+"""Their scripts in benchmarks/peers."""
 BREAKOUT, PONG = "ALE/Breakout-v5", "ALE/Pong-v5"
 OTHERS = ("ALE/SpaceInvaders-v5", "ALE/Qbert-v5", "ALE/MsPacman-v5")
 
@@ -46,7 +49,8 @@ def _cells() -> list[Cell]:
         for seed in (11, 12, 13)
         for variant, flags in ABLATIONS.items()
     ]
-    found += [Cell(SB3, env, seed) for seed in (11, 12, 13) for env in (BREAKOUT, PONG)]
+    for peer in PEERS:
+        found += [Cell(peer, env, seed) for seed in (11, 12, 13) for env in (BREAKOUT, PONG)]
     return found
 
 

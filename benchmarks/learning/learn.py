@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning.learn CELL --json FILE [--minutes 20] [--quick]
 
-Stable-Baselines3 plays in .peers-dqn (`make peers-dqn`). A game has at most 27,000 steps.
+Other libraries play in .peers-dqn (`make peers-dqn`). A game has at most 27,000 steps.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.cells import CELLS, EVALUATION_GAMES, MINUTES, SB3, Cell
+from benchmarks.learning.cells import CELLS, EVALUATION_GAMES, MINUTES, PEERS, Cell
 from benchmarks.support.harness import arguments, write_json
 from benchmarks.support.machine import ROOT
 from zapex.watch.recorders import read_metrics
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside = options.json.with_suffix("") if options.json else ROOT / "build/learning" / cell.name
     run = options.run_dir or beside
     shutil.rmtree(run, ignore_errors=True)
-    results = (_theirs if cell.variant == SB3 else _ours)(cell, run, options)
+    results = (_theirs if cell.variant in PEERS else _ours)(cell, run, options)
     results |= {"variant": cell.variant, "env": cell.env, "seed": cell.seed,
                 "minutes": options.minutes}  # fmt: skip
     write_json(options, "learning", results, rounds=None)
@@ -68,7 +68,7 @@ def _ours(cell: Cell, run: Path, options: Namespace) -> dict[str, Any]:
 
 
 def _theirs(cell: Cell, run: Path, options: Namespace) -> dict[str, Any]:
-    python, script = ROOT / ".peers-dqn/bin/python", ROOT / "benchmarks/peers/dqn_learning.py"
+    python, script = ROOT / ".peers-dqn/bin/python", ROOT / "benchmarks/peers" / PEERS[cell.variant]
     run.mkdir(parents=True)
     out = run / "learned.json"
     command = [str(python), str(script), cell.env, str(cell.seed), str(options.minutes),

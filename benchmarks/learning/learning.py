@@ -3,7 +3,7 @@
     python -m benchmarks.learning.learning [--list] [--hours H] [--cell NAME] [--publish]
 
 A run with doubts (other processes took 5 % of the processor) is made again. It may be stopped at
-any time and goes on with the run that was under way. All of it takes about fourteen hours. Results
+any time and goes on with the run that was under way. All of it takes about seventeen hours. Results
 come to build/learning; --publish joins them in benchmarks/results/learning.json and draws it.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.claims import claims as book
 from benchmarks.claims import measure_all
 from benchmarks.claims.claims import Measurement
-from benchmarks.learning.cells import CELLS, MINUTES, SB3, Cell
+from benchmarks.learning.cells import CELLS, MINUTES, PEERS, Cell
 from benchmarks.learning.scores import plot, table
 from benchmarks.support.machine import ROOT
 
@@ -29,7 +29,7 @@ _KEPT = ("variant", "env", "seed", "minutes", "curve", "final_returns")
 
 
 def _measurement(cell: Cell) -> Measurement:
-    needs = ("quiet", "peers-dqn") if cell.variant == SB3 else ("quiet",)
+    needs = ("quiet", "peers-dqn") if cell.variant in PEERS else ("quiet",)
     command = f"python -m benchmarks.learning.learn {cell.name} --json {{json}}"
     return Measurement(cell.name, command, "learning.json", MINUTES + _GAMES_MINUTES, 8, needs)
 

@@ -20,6 +20,40 @@ ZOO = {
 ZOO_STEPS = 10_000_000  # what exploration_fraction is of
 POINT_S = 10.0
 MOST_STEPS = 27_000
+_OWN = {"frameskip": 1}  # the wrapper repeats each action four times
+
+
+def training_environment(env: str, seed: int):
+    """One game of ALE in Stable-Baselines3's wrappers for training, four frames stacked last."""
+    import ale_py
+    import gymnasium
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecTransposeImage
+
+    gymnasium.register_envs(ale_py)
+    one = make_atari_env(env, n_envs=1, seed=seed, env_kwargs=_OWN)
+    return VecTransposeImage(VecFrameStack(one, n_stack=4))
+
+
+def play(model, env: str, seed: int, games: int) -> list[float]:
+    """Returns of whole games, greedily."""
+    import gymnasium
+    from gymnasium.wrappers import TimeLimit
+    from stable_baselines3.common.atari_wrappers import AtariWrapper
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecTransposeImage
+
+    def whole_game() -> gymnasium.Env:
+        one = Monitor(TimeLimit(gymnasium.make(env, **_OWN), 4 * MOST_STEPS))
+        return AtariWrapper(one, terminal_on_life_loss=False, clip_reward=False)
+
+    played = VecTransposeImage(VecFrameStack(DummyVecEnv([whole_game]), n_stack=4))
+    played.seed(seed + 1_000)
+    returns, _ = evaluate_policy(
+        model, played, n_eval_episodes=games, deterministic=True, return_episode_rewards=True
+    )
+    return returns
 
 
 def main(env: str, seed: int, minutes: float, games: int, out: str) -> None:
@@ -30,17 +64,8 @@ def main(env: str, seed: int, minutes: float, games: int, out: str) -> None:
     import numpy as np
     import stable_baselines3
     import torch
-    from gymnasium.wrappers import TimeLimit
     from stable_baselines3 import DQN
-    from stable_baselines3.common.atari_wrappers import AtariWrapper
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_atari_env
-    from stable_baselines3.common.evaluation import evaluate_policy
-    from stable_baselines3.common.monitor import Monitor
-    from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecTransposeImage
-
-    gymnasium.register_envs(ale_py)
-    own = {"frameskip": 1}  # the wrapper repeats each action four times
 
     class Curve(BaseCallback):
         """Points (seconds, frames, mean return of the last 100 whole games), until time is up."""
@@ -59,20 +84,10 @@ def main(env: str, seed: int, minutes: float, games: int, out: str) -> None:
                 self.points.append([now_s, 4 * self.num_timesteps, mean])
             return now_s < 60 * minutes
 
-    envs = VecFrameStack(make_atari_env(env, n_envs=1, seed=seed, env_kwargs=own), n_stack=4)
-    model = DQN("CnnPolicy", envs, seed=seed, device="cpu", **ZOO)
+    model = DQN("CnnPolicy", training_environment(env, seed), seed=seed, device="cpu", **ZOO)
     curve = Curve()
     model.learn(ZOO_STEPS, callback=curve)
-
-    def whole_game() -> gymnasium.Env:
-        one = Monitor(TimeLimit(gymnasium.make(env, **own), 4 * MOST_STEPS))
-        return AtariWrapper(one, terminal_on_life_loss=False, clip_reward=False)
-
-    played = VecTransposeImage(VecFrameStack(DummyVecEnv([whole_game]), n_stack=4))
-    played.seed(seed + 1_000)
-    returns, _ = evaluate_policy(
-        model, played, n_eval_episodes=games, deterministic=True, return_episode_rewards=True
-    )
+    returns = play(model, env, seed, games)
     versions = {m.__name__: m.__version__ for m in (stable_baselines3, torch, gymnasium, ale_py)}
     with open(out, "w") as file:
         json.dump({"curve": curve.points, "final_returns": returns, "versions": versions}, file)
