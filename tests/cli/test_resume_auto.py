@@ -9,7 +9,7 @@ from zapex.agent.architecture import state_shapes
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.run import train
+from zapex.run import parts, train
 
 RUN = ["--run-dir", "run", "--resume", "auto"]
 CARTPOLE = {
@@ -62,6 +62,38 @@ def test_what_cannot_go_on_is_renamed_and_nothing_is_deleted(
         assert f"run has nothing to resume from: it is run.{n} now" in capsys.readouterr().out
         assert Path(f"run.{n}/notes.txt").read_text() == str(n)
     assert [config.run.resume for config in configs] == ["", ""]
+
+
+def test_a_replays_host_goes_on_where_it_has_saved_its_memory_and_else_starts_anew(
+    configs: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parts, "run_part", lambda config, *more: configs.append(config) or 0)
+    url = ["--listen", f"ipc://{Path.cwd()}/replay", "--plain"]
+    assert cli.main(["replay", "--config", "run.toml", *RUN, *url, "--seed", "3"]) == 0
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(configs[0].to_toml())
+    assert cli.main(["replay", "--config", "run.toml", *RUN, *url]) == 0
+    assert (Path("run.1/config.toml").exists(), configs[1].run.resume) == (True, "")
+    assert configs[1].run.seed == 7
+    Path("run/replay").mkdir(parents=True)
+    Path("run/config.toml").write_text(configs[0].to_toml())
+    assert cli.main(["replay", "--resume", "run", *url]) == 2
+    assert "run has no saved memory to resume from (--save-replay stop" in capsys.readouterr().err
+    Path("run/replay/manifest.json").write_text("{}")
+    for words in (["--config", "run.toml", *RUN], ["--resume", "run"]):
+        assert cli.main(["replay", *words, *url, "--save-replay", "always"]) == 0
+        config = configs.pop()
+        assert (config.run.resume, config.run.run_dir, config.run.seed) == ("run", "run", 3)
+        assert config.replay.save_replay == "always"
+
+
+@pytest.mark.parametrize("command", ["actor", "learner"])
+def test_a_host_without_the_memory_cannot_save_it(
+    configs: list[Config], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    words = ["--env", "CartPole-v1", "--preset", "smoke", "--save-replay", "stop"]
+    assert cli.main([command, *words]) == 2
+    assert f"`zapex {command}` has none to save" in capsys.readouterr().err
 
 
 def test_it_needs_the_runs_directory_and_only_the_learner_has_another_run_to_resume(

@@ -408,6 +408,6 @@ def test_a_shard_with_an_empty_memory_has_no_share_until_it_has_something(world:
         lambda: learning.source.ready() or learning.source.shares.away == [1],
         world.turn, "its new memory",
     )  # fmt: skip
-    assert "empty memory" in learning.said[0]
+    assert "was started anew" in learning.said[0]
     learning.source.request()
     assert set(by_shard(learning.poll().keys)) == {0}

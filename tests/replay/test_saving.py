@@ -52,7 +52,7 @@ def twin(replay: ReplayCore) -> Rows:
         for row in range(int(replay.store.header_rows[slot, COUNT])):
             action = int(replay.store.column(slot, "action")[row])
             reward = float(replay.store.column(slot, "reward")[row])
-            found[action] = reward, float(replay.tree.leaves[slot * CHUNK + row])
+            found[action] = reward, float(replay.tree.leaves[slot * replay.layout.chunk + row])
     return found
 
 

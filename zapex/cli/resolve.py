@@ -126,10 +126,14 @@ def settled(
     """
     either = given.get("resume") == AUTO
     resume = _what_goes_on(given, part)
-    if resume and resume != AUTO and not part.learns:
+    if resume and resume != AUTO and not (part.learns or part.holds_replay):
         raise ConfigError(
-            f"--resume is the learner's: `zapex {command}` has nothing to resume, and takes only "
-            f"--resume {AUTO}"
+            f"`zapex {command}` has nothing to resume, and takes only --resume {AUTO}: --resume "
+            "RUN is the learner's, and the replay's"
+        )
+    if given.get("save_replay", "never") != "never" and not part.holds_replay:
+        raise ConfigError(
+            f"--save-replay is for the host with the memory: `zapex {command}` has none to save"
         )
     path = _settings_file(more.config, resume, either)
     values = read_settings(path) if path else {}
@@ -220,12 +224,20 @@ def _what_goes_on(given: dict[str, Any], part: Part) -> str:
         return resume
     if not given.get("run_dir"):
         raise ConfigError(f"--resume {AUTO} needs --run-dir: the run that goes on, or is started")
-    from zapex.checkpoints import file as checkpoint
-
     run_dir = Path(given["run_dir"])
-    if part.learns and (run_dir / "config.toml").is_file() and checkpoint.latest(run_dir):
+    if (run_dir / "config.toml").is_file() and _has_more(run_dir, part):
         given["resume"] = given.pop("run_dir")
     return str(given["resume"])
+
+
+def _has_more(run_dir: Path, part: Part) -> bool:
+    """Whether this part of a run has something to go on with: a checkpoint, or saved memory."""
+    from zapex.checkpoints import file as checkpoint
+    from zapex.run import keeping
+
+    if part.learns:
+        return checkpoint.latest(run_dir) is not None
+    return part.holds_replay and keeping.is_saved(run_dir)
 
 
 def _settings_file(config: str, resume: str, either: bool) -> str:
@@ -298,7 +310,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
         config = config.replace(resume="")
         _check_writable(Path(config.run.run_dir))
     elif config.run.resume:
-        _check_checkpoint(Path(config.run.resume), run)
+        _check_can_go_on(Path(config.run.resume), run, part)
     else:
         new = _new_run_directory(config, "" if part.learns else part.name)
         config = config.replace(run_dir=str(new))
@@ -366,11 +378,18 @@ def _check_writable(directory: Path) -> None:
         ) from None
 
 
-def _check_checkpoint(run_dir: Path, run: Resolved) -> None:
-    """Raise CheckpointError if it is missing, damaged or of another environment or network."""
+def _check_can_go_on(run_dir: Path, run: Resolved, part: Part) -> None:
+    """Raise CheckpointError if what is needed is missing, damaged, or of other settings."""
     from zapex.checkpoints import file as checkpoint
     from zapex.checkpoints import network
 
+    if not _has_more(run_dir, part) and not part.learns:
+        raise CheckpointError(
+            f"{run_dir} has no saved memory to resume from (--save-replay stop saves it): start a "
+            "new run"
+        )
+    if not part.learns:
+        return
     path = checkpoint.latest(run_dir)
     if path is None:
         raise CheckpointError(f"{run_dir} has no checkpoint to resume from: start a new run")

@@ -29,7 +29,7 @@ from zapex.processes.supervisor import Supervisor
 SETTINGS, FACTS, KEYS = "run.toml", "launch.json", "keys"
 URL, OVER = "replay.url", "over"
 _POLL_S = 0.5
-_GRACE_S = 60.0  # for a child to save and end
+GRACE_S = 60.0  # for a child to save and end; launch.json may say more
 _REMINDER_S = 30.0
 _AGAIN_S = 60.0
 _FAREWELL_S = 60.0  # hosts learn from the replay that the run is over; this is only if they do not
@@ -78,7 +78,7 @@ class PlacedHost:
                 self._echo()
                 if self.asked_again or self._moves:
                     break
-            for event in supervisor.shutdown(_GRACE_S):
+            for event in supervisor.shutdown(self.facts.get("grace_s", GRACE_S)):
                 _tell(str(event))
             self._moves = self._moves and supervisor.stop_signal is None
         self._echo()

@@ -121,7 +121,7 @@ class Kubernetes:
         return {
             "automountServiceAccountToken": False,
             "restartPolicy": "Always" if is_set else "Never",
-            "terminationGracePeriodSeconds": 90,
+            "terminationGracePeriodSeconds": int(self.placement.grace_s) + 30,
             "securityContext": {
                 "runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER,
                 "seccompProfile": {"type": "RuntimeDefault"},

@@ -17,7 +17,7 @@ from zapex.machine.disk import replace_whole
 
 ADAPTERS = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "Ray"}
 """Scheduler, which is its module too -> its class."""
-_GRACE_S = 90.0
+_SPARE_S = 30.0  # for a scheduler to end what does not end itself
 _LOOK_S = 2.0
 
 
@@ -59,10 +59,10 @@ class Launched:
         self.placement.group(role)
         return self.adapter.log(self.ids, role, lines)
 
-    def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End all hosts. The learner saves first, within `grace_s` seconds."""
+    def stop(self, grace_s: float = 0.0) -> None:
+        """End all hosts. They save first, within `grace_s` seconds; 0: as long as that may take."""
         replace_whole(self.placement.directory / OVER, [b"stopped by the user\n"])
-        self.adapter.stop(self.ids, grace_s)
+        self.adapter.stop(self.ids, grace_s or self.placement.grace_s + _SPARE_S)
 
     def wait_for_start(
         self, tell: Callable[[str], None], patience_s: float = PENDING_S

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from zapex.clusters.host import KEYS, SETTINGS
+from zapex.clusters.host import GRACE_S, KEYS, SETTINGS
 from zapex.config import clusters
 from zapex.config.settings import Config, EnvConfig, ReplayConfig, flatten, merged
 from zapex.errors import ConfigError, ZapexError
@@ -21,6 +21,8 @@ _MOST_NAME = 40  # with a role and a number it is still a name of Kubernetes
 _TOOL_S = 60.0
 _GIB = 1 << 30
 _SHARE = 0.8  # of a host's memory, for what the replay keeps
+_MEMORY_S = 600.0  # for a replay's host that saves its memory
+_SPARE_S = 20.0  # of what SLURM gives before the limit, to be queued again
 _LEARNER_BYTES = 3 * _GIB  # torch, its networks and some batches
 PENDING_S = 30.0
 """A host that has waited longer is reported with the scheduler's reason."""
@@ -94,12 +96,20 @@ class Placement:
         words += ["--config", f"{{home}}/{SETTINGS}", "--keys", f"{{home}}/{KEYS}"]
         return [*words, "--run-dir", "{run}", "--resume", "auto", "--trust", "--plain"]
 
+    @property
+    def grace_s(self) -> float:
+        """How long a host may take to save and end; the scheduler may give it less."""
+        if flatten(tomllib.loads(self.settings)).get("save_replay", "never") == "never":
+            return GRACE_S
+        return max(GRACE_S, getattr(self.table, "signal_s", _MEMORY_S) - _SPARE_S)
+
     def facts(self, **more: Any) -> dict[str, Any]:
         """What each host must know (launch.json). more: of the scheduler."""
         return {
             "on": self.on,
             "name": self.name,
             "port": self.table.port,
+            "grace_s": self.grace_s,
             "shards": self.table.shards,
             "commands": {group.name: self.command(group) for group in self.groups},
             "ends": next(group.name for group in self.groups if group.part.learns),

@@ -115,6 +115,10 @@ class ReplayConfig(SettingsGroup):
     prefetch: int = bounded(2, low=1, high=64)
     """Batches asked for ahead; from 3 on (on a GPU 4), the next is gathered or unpacked during a
     step."""
+    save_replay: Literal["never", "stop", "always"] = bounded("never", local=True)
+    """Save the memory in the run's directory when the run ends, or at every checkpoint too, so that
+    --resume goes on with it; a full one takes as much disk as memory. Only the replay's host uses
+    it."""
     huge_pages: bool = bounded(False, local=True)
     """Keep the memory in huge pages, which must be reserved before (zapex doctor says how)."""
 

@@ -42,6 +42,7 @@ _MEANT = {
     "resume": "load restore continue load_model",
     "run_dir": "logdir log_dir save_path save_dir output output_dir out checkpoint_dir",
     "samples_per_insert": "train_frequency train_freq gradient_steps replay_ratio utd",
+    "save_replay": "save_replay_buffer save_buffer save_memory store_buffer_in_checkpoints",
     "seed": "random_seed rng",
     "plot": "curves draw graph",
     "runs": "ls list ps",

@@ -12,6 +12,7 @@ from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part
 from zapex.host.roster import Roster
 from zapex.host.routes import Routes
+from zapex.host.saves import SaveWords
 from zapex.machine.exchange import ExchangeShape
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.offsets import Section, lay_out
@@ -23,7 +24,8 @@ GRANT = np.dtype([("slot", np.int64), ("incarnation", np.int64)])
 EVALUATION_FIELDS = ("steps", "frames", "wall_s")
 _EPISODES = 1024
 NOTICE = np.dtype([("kind", np.int64), ("text", "S496")])
-"""A message from a role with a link to its parent. Kinds: NEWS, or the reason of its end."""
+"""A message to the parent, from a role with a link or with the experience. Kinds: NEWS, or the
+reason of its end."""
 NEWS, OVER, FENCED, REFUSED = range(4)
 STRIDE_WORDS = 16  # two cache lines for each hot word
 
@@ -114,6 +116,7 @@ class HostPlan:
             rings["updates"] = (16, self.update_dtype)
         if self.part.linked is not None:
             rings["episodes"] = (4 * _EPISODES, EPISODE)
+        if self.part.linked is not None or self.part.holds_replay:
             rings["notices"] = (64, NOTICE)
         if self.part.listens and self.part.learns:
             rings["endings"] = (2, NOTICE)  # parent -> replay, which tells the other hosts
@@ -143,6 +146,7 @@ class HostPlan:
             **{f"last metrics {name}": of_role for name in elsewhere},
             "sources": 8 * len(elsewhere),
             "parameters": Mailbox.required_bytes(self.parameter_bytes),
+            "saves": SaveWords.required_bytes(),
             "roster": Roster.required_bytes(self.actors),
             **({"exchange": self.exchange.nbytes} if self.exchange is not None else {}),
             "routes": Routes.required_bytes(self.actors if "relay" in self.part.roles else 0),

@@ -2,7 +2,7 @@
 
 A batch is asked of all shards at once. A shard of which nothing is known, or that was lost, has no
 share. One request waits there, and its answer brings the share. A shard is lost when a batch waits
-for it and it has been silent, when it begins anew with an empty memory, or when the other parts of
+for it and it has been silent, when it was started anew, or when the other parts of
 a batch have waited for it too long. Then its rows are drawn from the others.
 """
 
@@ -218,7 +218,7 @@ class ShardedSampleSource:
     def _welcome(self, shard: int, welcome: Welcome, channel: int) -> None:
         known, self._epochs[shard] = self._epochs[shard], welcome.epoch
         if known not in (0, welcome.epoch):
-            self._lose(shard, "was started again with an empty memory")
+            self._lose(shard, "was started anew")
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Unpack the oldest batch, of which all parts have come, with its weights; or None."""

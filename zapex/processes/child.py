@@ -158,6 +158,7 @@ def run_until_stopped(
                     wait(lambda: stop.asked or role.ready())
         except Exception:
             if not stop.broken_off:  # otherwise it is Numba's error for a callback that failed
+                stop.over()  # the caller may have to save
                 raise
         stop.over()
     stop.over()  # here after an interruption

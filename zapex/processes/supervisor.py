@@ -212,16 +212,21 @@ class Supervisor:
                 restart_s = min(child.restart_s for child in self._children.values())
             ended = self._wait(min(deadline_s, self._stops_due_s, restart_s))
 
-    def shutdown(self, grace_s: float = 5.0) -> list[Event]:
+    def shutdown(
+        self, grace_s: float = 5.0, saver: str = "", waits: Callable[[], bool] = lambda: False
+    ) -> list[Event]:
         """End every child: SIGTERM to all, SIGKILL after `grace_s` to those that ignore it.
 
-        Returns within `grace_s` + 2 s with the events of each; those that ignore it are Deaf.
+        Returns within `grace_s` + 2 s with the events of each; those that ignore it are Deaf. The
+        child `saver` has more time, for as long as `waits()` returns true.
         """
         self._closing = True
         for name in self.pids:
             self.send_signal(name, signal.SIGTERM)
             self.send_signal(name, signal.SIGCONT)  # a stopped process would not receive it
         events = self._reap_until(time.monotonic() + grace_s)
+        while saver in self.pids and waits():
+            events += self._look(self._wait(time.monotonic() + _LOOK_EVERY_S))
         deaf = self.pids
         for name in deaf:
             self.send_signal(name, signal.SIGKILL)

@@ -145,6 +145,11 @@ class ReplayCore:
         for name in self._COUNTERS:
             setattr(self, name, int(facts["counters"][name]))
 
+    def count_anew(self) -> None:
+        """Set the counters to 0."""
+        for name in self._COUNTERS:
+            setattr(self, name, 0)
+
     def __len__(self) -> int:
         return self.ledger.live_transitions
 

@@ -225,12 +225,13 @@ def _demand_room(folder: Path, needed_bytes: int) -> None:
     free = free_bytes(folder)
     if needed_bytes + _SLACK_BYTES > free:
         raise CheckpointError(
-            f"a save into {folder} needs {_size(needed_bytes + _SLACK_BYTES)} and "
-            f"{_size(free)} are free there: free space on that disk"
+            f"a save into {folder} needs {size_of(needed_bytes + _SLACK_BYTES)} and "
+            f"{size_of(free)} are free there: free space on that disk"
         )
 
 
-def _size(nbytes: int) -> str:
+def size_of(nbytes: int) -> str:
+    """Bytes as a text."""
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
 
 

@@ -1,6 +1,7 @@
 """Collects what roles report to their parent, and checks the run's limits."""
 
 import contextlib
+import errno
 import os
 import shlex
 import sys
@@ -16,6 +17,7 @@ from zapex.checkpoints import file as checkpoint
 from zapex.errors import ConfigError
 from zapex.host.metrics import Role
 from zapex.host.plan import FENCED, NEWS, OVER
+from zapex.host.saves import SaveWords
 from zapex.machine.disk import why_not_written
 from zapex.run import directory
 from zapex.run.run import Run
@@ -226,13 +228,26 @@ class Collector:
             else:
                 self.end(text, failed=True)
 
+    def look_at_memory(self) -> None:
+        """All roles have ended: note whether the experience is saved, if the run does that."""
+        words = SaveWords(self.host.part_of("saves"))
+        config, part = self.run.config.replay, self.run.part
+        if config.save_replay == "never" or not part.holds_replay:
+            return
+        self._unsaved["memory"] = words.unsaved
+        if not words.last_is_over and self.host.metrics("replay").value("inserted"):
+            self._unsaved["memory"] = errno.EINTR
+            self.monitor.message(
+                f"the memory is not saved: the {part.intake} ended before that; what was saved "
+                "before is as it was"
+            )
+
     def has_ended(self, name: str) -> None:
         """A role has ended with its work done, although nothing asked it to end."""
-        if self._notices is None:
-            self.monitor.message(f"{name} ended")
-            return
         self.take_notices()  # its last notices
-        if not self.ending.reason:
+        if not self.ending.reason and self.run.part.linked is None:
+            self.monitor.message(f"{name} ended")
+        elif not self.ending.reason:
             where = f"{self.run.run_dir}/logs"
             self.end(f"{name} ended without a message: see {where}", failed=True)
 

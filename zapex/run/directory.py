@@ -14,6 +14,7 @@ from typing import Any
 from zapex.checkpoints import file as checkpoint
 from zapex.errors import ConfigError
 from zapex.machine.disk import replace_whole
+from zapex.run.keeping import is_saved
 from zapex.run.run import Run
 from zapex.watch import recorders
 from zapex.watch.report import Evaluation
@@ -123,10 +124,14 @@ def _totals(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _where(run: Run, base: Mapping[str, float]) -> str:
     """Where a resumed run is."""
-    text = f"going on at {base['frames']:,.0f} frames"
+    text = f"going on at {base.get('frames', 0.0):,.0f} frames"
     newest = checkpoint.latest(run.run_dir)
     learned = _totals(checkpoint.load(newest).state).get("frames") if newest else None
     if newest is not None and isinstance(learned, (int, float)) and learned < base["frames"]:
         text += f" with {newest.stem}, of {learned:,.0f} frames: what was learned later is lost"
+    if run.part.holds_replay and is_saved(run.run_dir):
+        return f"{text}; its memory is loaded first"
     starts = run.config.replay.learning_starts
+    if not run.part.holds_replay:
+        return text
     return f"{text}; the replay is refilled first: learning starts after {starts:,} transitions"

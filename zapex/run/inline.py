@@ -36,6 +36,7 @@ def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -
             collector.collect()
             collector.tick()
             if rounds % _ROUNDS_A_LOOK == 0:
+                collector.take_notices()
                 now = totals()
                 collector.check_limits(now["frames"], now["wall_s"])
             if supervisor.hung_up or collector.monitor.terminal_is_gone:
@@ -46,6 +47,8 @@ def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -
         for role in roles:
             role.close()
         collector.collect()
+        collector.take_notices()
+        collector.look_at_memory()
     for fd in eventfds:
         os.close(fd)
     return collector.finish()

@@ -154,7 +154,7 @@ def make_relay(start: Start) -> LinkedRole:
     def check(welcome: Welcome, channel: int) -> None:
         numbers = tuple(welcome.actors["actor"].tolist())
         if welcome.epoch != membership.epoch:
-            raise Fenced("the replay was started again with an empty memory")
+            raise Fenced("the replay was started anew")
         if numbers != membership.numbers:
             raise Fenced(f"another host now has the actor numbers {membership.numbers} of this one")
 
@@ -329,7 +329,7 @@ def _who(role: str, actors: Sequence[int]) -> str:
 def make_replay_there(start: Start) -> LinkedRole:
     """Make the replay server with a socket; it continues with what the memory holds."""
     run, host, membership = start.run, start.host, _membership(start.run)
-    replay, plan = make_memory(run, host), host.plan
+    (replay, keeper), plan = make_memory(start), host.plan
     roster = Roster(host.part_of("roster"), plan.actors, replay.store.header_rows)
     mailbox = Mailbox(host.part_of("parameters"), plan.parameter_bytes)
     server = LinkServer(
@@ -360,5 +360,10 @@ def make_replay_there(start: Start) -> LinkedRole:
     else:
         sink = ZmqSampleSink(server, replay.store)
     role = make_replay(start, replay, source, sink)
-    chores.append(_PeerNews(server, start.notices))
-    return LinkedRole(role, chores, server.close, server.listener.fds)
+    chores += [_PeerNews(server, start.notices), keeper.do_work]
+
+    def leave() -> None:
+        server.close()
+        keeper.close()
+
+    return LinkedRole(role, chores, leave, server.listener.fds, save=keeper.close)

@@ -355,7 +355,7 @@ def make_learner_itself(start: Start) -> LinkedRole:
     from zapex.roles.local_samples import LocalSampleSource
 
     run, host = start.run, start.host
-    replay, plan = make_memory(run, host), host.plan
+    (replay, keeper), plan = make_memory(start), host.plan
     link = link_of(run, run.form)
     source = RedisExperienceSource(link, replay.store, start.incarnation)
     intake = Intake(
@@ -370,11 +370,17 @@ def make_learner_itself(start: Start) -> LinkedRole:
     link.on_beat.append(_RunKeeper(link, start, sink))
     chores: list[Callable[[], object]] = [
         link.do_work, StatisticsTaker(link, host).do_work, LinkWatch(link, start.notices, "Redis"),
+        keeper.do_work,
     ]  # fmt: skip
 
     def leave() -> None:
         samples.close()
         link.attempt(lambda client: client.delete(LEARNER), None)
         link.close()
+        keeper.close()
 
-    return LinkedRole(role, chores, leave, (), save=role.close)
+    def save() -> None:
+        role.close()
+        keeper.close()
+
+    return LinkedRole(role, chores, leave, (), save=save)

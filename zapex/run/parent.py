@@ -10,12 +10,14 @@ from dataclasses import asdict
 import numpy as np
 
 from zapex.host.plan import NOTICE
+from zapex.host.saves import SaveWords
 from zapex.machine import numa
 from zapex.machine.segment import Populator, Segment
 from zapex.processes.restarts import Died, Event, Exited, GaveUp, ProcessSpec, Started
 from zapex.processes.supervisor import Supervisor
 from zapex.run.child import Order
 from zapex.run.collector import Caller, Collector, Ending
+from zapex.run.keeping import Patience
 from zapex.run.run import Run
 from zapex.run.topology import thread_environment
 from zapex.shm_transport import HostMemory
@@ -63,11 +65,12 @@ def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None
                     populator.start()
                 _watch(supervisor, collector, populator)
             finally:
-                for event in supervisor.shutdown(_GRACE_S):
-                    _tell(collector, event)
+                _shut_down(supervisor, collector)
                 if populator is not None:
                     populator.stop()
             collector.collect()
+            collector.take_notices()
+            collector.look_at_memory()
     return collector.finish()
 
 
@@ -129,6 +132,26 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
             collector.end(f"stopped by {supervisor.stop_signal.name}")
     if collector.ending.over and "endings" in host.plan.rings:
         _let_the_replay_tell(supervisor, collector)
+
+
+def _shut_down(supervisor: Supervisor, collector: Collector) -> None:
+    """End all roles; the one with the experience may go on saving it."""
+    part, host = collector.run.part, collector.host
+    if not part.holds_replay or collector.run.config.replay.save_replay == "never":
+        events = supervisor.shutdown(_GRACE_S)
+    else:
+        again = "Ctrl-C" if supervisor.stop_signal is not None else "Ctrl-C twice"
+        patience = Patience(SaveWords(host.part_of("saves")), collector.monitor.message, again)
+
+        def waits() -> bool:
+            collector.collect()
+            waits = patience.waits()
+            collector.tick()
+            return waits
+
+        events = supervisor.shutdown(_GRACE_S, part.intake, waits)
+    for event in events:
+        _tell(collector, event)
 
 
 def _let_the_replay_tell(supervisor: Supervisor, collector: Collector) -> None:

@@ -15,6 +15,7 @@ from zapex.host.parts import Link
 from zapex.host.plan import EVALUATION_FIELDS, FENCED, NEWS, NOTICE, OVER, REFUSED
 from zapex.processes.child import DutyCycle
 from zapex.replay.core import ReplayCore
+from zapex.run.keeping import Keeper
 from zapex.run.run import NOT_ACTORS, Clock, Run
 from zapex.shm_transport import HostMemory
 from zapex.transport import ExperienceSource, ParameterSink, SampleSink, SampleSource
@@ -26,7 +27,7 @@ _TRIAL_BATCH = 128
 MAKERS: dict[tuple[Role, Link], str] = {
     ("actor", "memory"): "zapex.run.acting:make_actor",
     ("inference", "memory"): "zapex.run.acting:make_inference",
-    ("replay", "memory"): "zapex.run.topology:make_replay",
+    ("replay", "memory"): "zapex.run.topology:make_replay_here",
     ("learner", "memory"): "zapex.run.topology:make_learner",
     ("evaluator", "memory"): "zapex.run.topology:make_evaluator",
     ("relay", "dials"): "zapex.run.networked:make_relay",
@@ -72,19 +73,19 @@ class Start:
 
     @cached_property
     def notices(self) -> Notices:
-        """The notices of a role with a link."""
+        """The notices of a role with a link or with the experience."""
         return Notices(self.host)
 
 
 @dataclass
 class LinkedRole:
-    """A role with a link, and what its process waits on."""
+    """A role with a link or with the experience, and what its process waits on."""
 
     role: DutyCycle
     chores: Sequence[Callable[[], object]]
     hang_up: Callable[[], object]
     fds: Sequence[int] | None  # None: `ready` must be called all the time
-    save: Callable[[], object] = lambda: None  # if the replay refuses this host from now on
+    save: Callable[[], object] = lambda: None  # if the run is over, or refuses this host
 
     def do_work(self) -> int:
         """Do the role's duty cycle, and the link's regular work."""
@@ -110,11 +111,24 @@ def make_role(start: Start) -> DutyCycle:
     return made
 
 
-def make_memory(run: Run, host: HostMemory) -> ReplayCore:
+def make_core(run: Run, host: HostMemory) -> ReplayCore:
     """Make the replay, over what the memory holds."""
     config, layout = run.config.replay, host.plan.replay
     seed = int(run.seed(NOT_ACTORS).generate_state(1)[0])
     return ReplayCore(layout, config.alpha, config.priority_eps, seed, buffer=host.experience)
+
+
+def make_memory(start: Start) -> tuple[ReplayCore, Keeper]:
+    """Make the replay, with what a resumed run has saved, and what saves it."""
+    keeper = Keeper(start.run, start.host, start.notices.tell, start.clock.now_s)
+    return keeper.memory(partial(make_core, start.run, start.host)), keeper
+
+
+def make_replay_here(start: Start) -> LinkedRole:
+    """Make the replay server of a run on one host."""
+    replay, keeper = make_memory(start)
+    role = make_replay(start, replay)
+    return LinkedRole(role, [keeper.do_work], keeper.close, (), keeper.close)
 
 
 def make_replay(
@@ -123,13 +137,16 @@ def make_replay(
     source: ExperienceSource | None = None,
     sink: SampleSink | None = None,
 ) -> DutyCycle:
-    """Make the replay server. source, sink: None if actors and learner are on this host."""
+    """Make the replay server. source, sink: None if actors and learner are on this host.
+
+    replay: None: over what the memory holds.
+    """
     from zapex.roles.intake import Intake
     from zapex.roles.replay_server import ReplayServer
 
     run, host = start.run, start.host
     if replay is None:
-        replay = make_memory(run, host)
+        replay = make_core(run, host)
     if source is None or sink is None:
         source, sink = host.experience_source(), host.sample_sink()
     intake = Intake(
