@@ -1,5 +1,7 @@
 """Saves that do not fit, that fail, or that are slow; snapshots in a replay of another size."""
 
+import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,36 @@ def test_a_save_that_fails_leaves_none_of_its_files(
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(replay, saves, tmp_path)
     assert set(tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize("step", ["chunks", "state", "manifest"])
+def test_a_process_killed_in_a_save_leaves_the_former_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    replay, saves, again = core(), Saves(), core()
+    add(replay, 0, 4)
+    save(replay, saves, tmp_path)
+    before = twin(replay)
+    add(replay, 100, 4)
+    write = saving.write_whole
+
+    def die(path: Path, parts: Iterable[Any]) -> int:
+        if path.name.startswith(step):
+            write(path, list(parts)[:1])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, parts)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(saving, "write_whole", die)
+        save(replay, saves, tmp_path)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    loaded(tmp_path, again)
+    assert twin(again) == before
+    save(replay, saves, tmp_path)
+    assert len(list(tmp_path.glob("state-*"))) == len(list(tmp_path.glob("manifest*"))) == 1
 
 
 def test_files_of_a_save_that_was_killed_go_with_the_next_save(tmp_path: Path) -> None:
