@@ -166,6 +166,8 @@ def walk(value: Any, path: str) -> Iterator[Any]:
     name, _, wanted = step.partition("[")
     if name == "*":
         inner = list(value.values()) if isinstance(value, dict) else value
+    elif isinstance(value, list) and not name:
+        inner = [value]
     elif isinstance(value, list):
         inner = [value[int(name)]] if name.isdecimal() and int(name) < len(value) else []
     else:
@@ -180,7 +182,9 @@ def walk(value: Any, path: str) -> Iterator[Any]:
 
 def evidence_of(report: Any, measurement: Measurement) -> Iterator[dict[str, Any]]:
     """What a result says of its machine and its doubts, once for each of its parts."""
-    if not measurement.parts:
+    if isinstance(report, list):  # of points, each with its own
+        yield from (row["machine"] for row in report if not row["modelled"])
+    elif not measurement.parts:
         yield report
     for part in measurement.parts:
         yield report.get("results", {}).get(part, {})

@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 
+from tests.benchmarks.quick import quick
 from tests.support.toy_env import Sleepy
 from zapex.cli import main as cli
 from zapex.config.settings import Config
@@ -81,3 +82,15 @@ def test_workers_end_with_their_parent():
     parent.kill()
     parent.communicate(timeout=60)
     assert worker.wait(60) is None or not worker.is_running()
+
+
+@pytest.mark.bench
+def test_the_error_of_a_balance_is_that_of_its_worst_held_out_point(tmp_path):
+    for env, found in quick(tmp_path, "balance").items():
+        assert found["env"] == env
+        assert found["quick"]
+        held_out = [point for point in found["points"] if point["held_out"]]
+        for point in held_out:
+            seen, predicted = point["steps_per_s"], point["predicted_steps_per_s"]
+            assert point["error"] == pytest.approx(predicted / seen - 1)
+        assert found["held_out_error"] == max(abs(point["error"]) for point in held_out)

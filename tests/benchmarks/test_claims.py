@@ -171,6 +171,22 @@ def test_paths_lead_to_rows_of_lists_to_ratios_and_to_medians_with_their_spread(
     assert seen["place"][1] == 5.0
 
 
+def test_a_result_that_is_a_list_of_points_has_the_figures_and_doubts_of_each(
+    tmp_path: Path,
+) -> None:
+    claim = {"id": "one", "at": "[system=a,actors=8].share", "published": [0, 0, 0]}
+    one = book.load(write_claims(tmp_path, [claim]))[0][0]
+    rows = [
+        {"system": "a", "actors": n, "share": n / 8, "modelled": False,
+         "machine": {"doubts": [] if n == 1 else ["dirty"]}}
+        for n in (1, 8)
+    ]  # fmt: skip
+    assert one.seen(rows)[1] == 1.0
+    assert book.doubts_of(rows, one.measurement) == ["dirty"]
+    rows.append({**rows[1], "actors": 2, "modelled": True, "machine": {}})
+    assert book.doubts_of(rows, one.measurement) == ["dirty"]
+
+
 def test_every_number_of_the_texts_is_that_of_its_claim_and_of_the_newest_result() -> None:
     """Mend it with `make numbers`."""
     claims, _ = book.load()

@@ -27,7 +27,7 @@ class Effort:
     quick: bool
 
 
-QUICK, FULL = Effort(0.5, 1, True), Effort(2.0, 3, False)
+QUICK, FULL = Effort(0.5, 1, True), Effort(1.5, 5, False)
 
 
 @dataclass

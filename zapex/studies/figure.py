@@ -18,7 +18,7 @@ def draw(report: dict[str, Any], advice: Advice, threads: int, path: Path) -> No
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("the figure needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(12, 6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(12, 7.5), dpi=150, layout="constrained")
     by_envs, by_cores = figure.subplots(1, 2)
     models = {where: Model(**numbers) for where, numbers in report["models"].items()}
     _by_envs(by_envs, report, models, advice)
@@ -28,10 +28,8 @@ def draw(report: dict[str, Any], advice: Advice, threads: int, path: Path) -> No
         axes.set_ylabel("steps a second")
         axes.spines[["right", "top"]].set_visible(False)
         axes.grid(linewidth=0.4, alpha=0.5)
-        # Below: inside, the lines of three places would be hidden.
-        axes.legend(
-            fontsize=8, ncols=2, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1)
-        )
+        # Below: inside, it would hide the lines of three places.
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     quick = "; quick form: not to be relied on" if report["quick"] else ""
     machine = report["machine"]
     figure.suptitle(
