@@ -32,6 +32,7 @@ from zapex.errors import (
     Refused,
     SchemaError,
 )
+from zapex.wire.header import COMPRESSED, Kind
 
 pytestmark = pytest.mark.timeout(110)
 DEADLINE_S = 60.0  # a busy machine is no failure
@@ -149,6 +150,57 @@ def test_a_client_gives_what_the_replay_itself_gives(tmp_path, scheme):
 
 
 @pytest.mark.slow
+def test_a_client_that_compresses_gives_the_same_beside_one_that_does_not(tmp_path, monkeypatch):
+    pytest.importorskip("zstandard")
+    rows, _ = rows_from(3, 96)
+    with server(tmp_path, "--capacity", "2000", "--seed", "5") as served:
+        with served.connect() as plain, served.connect(compress=True, prefetch=1) as small:
+            kinds = []
+            take = small._link.link._dealers.receive
+
+            def receive(channel):
+                buffers = take(channel)
+                if buffers is not None:
+                    kinds.append(int.from_bytes(bytes(buffers[0])[6:8], "little"))
+                return buffers
+
+            small._link.link._dealers.receive = receive
+            keys = small.extend(**rows)
+            assert len(plain) == len(keys) == 96
+            for client in (plain, small):
+                batch = client.sample(96, method="without_replacement")
+                order = np.argsort(batch.keys)
+                np.testing.assert_array_equal(batch.keys[order], np.sort(keys))
+                np.testing.assert_array_equal(
+                    batch.obs[order], np.asarray(rows["obs"])[np.argsort(keys)]
+                )
+                assert client.update_priorities(batch.keys, np.ones(96)) == (96, 0)
+            assert Kind.BATCH | COMPRESSED in kinds
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"compress=True needs .*zapex\[compress\]"):
+            served.connect(compress=True)
+
+
+def test_a_replay_without_zstandard_refuses_with_what_to_install(tmp_path, monkeypatch):
+    pytest.importorskip("zstandard")
+    (tmp_path / "zstandard.py").write_text("raise ImportError")
+    rows, _ = rows_from(3, 96)
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(tmp_path))
+        served = Server(tmp_path, "--capacity", "2000")
+    try:
+        with served.connect() as plain:
+            plain.extend(**rows)
+            assert len(plain.sample(32).keys) == 32
+        for call in (lambda one: one.sample(32), lambda one: one.extend(**rows)):
+            with served.connect(compress=True) as small, pytest.raises(
+                Refused, match=r"need zstandard at both ends: .*zapex\[compress\]"
+            ):  # fmt: skip
+                call(small)
+    finally:
+        served.close()
+
+
 def test_prefetched_batches_are_whole_and_counted(tmp_path):
     with server(tmp_path, "--capacity", "4000") as served, served.connect(prefetch=3) as client:
         client.extend(**rows_from(1)[0])

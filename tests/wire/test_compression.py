@@ -101,6 +101,18 @@ def test_chunks_and_batches_travel_compressed_and_arrive_whole(kind: str, tmp_pa
         relay.kill()
 
 
+def test_a_replay_decompresses_no_more_than_a_request_holds() -> None:
+    batch = m.encode(examples()["batch"], compressed=True)
+    assert m.decode(batch, FORM).kind == m.Kind.BATCH
+    with pytest.raises(BadMessage, match="BATCH is never compressed"):
+        m.decode(batch, FORM, of_client=True)
+    bomb = examples()["push"].raw()
+    most = FORM.largest_request_bytes
+    bomb.body = (memoryview(bytes(most + 1)), *bomb.body[1:])
+    with pytest.raises(BadMessage, match=f"at most {most} bytes, got {most + 1}"):
+        m.decode(bomb.encode(compressed=True), FORM, of_client=True)
+
+
 def test_an_end_without_zstandard_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     small = m.encode(examples()["batch"], compressed=True)
     layout = layout_of(400)

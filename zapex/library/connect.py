@@ -29,6 +29,7 @@ def connect(
     prefetch: int = 0,
     keys: str | Path = "",
     insecure_network: bool = False,
+    compress: bool = False,
 ) -> "UrlClient": ...
 
 
@@ -42,6 +43,7 @@ def connect(
     keys: str | Path = "",
     insecure_network: bool = False,
     shard_timeout_s: float = 2.0,
+    compress: bool = False,
 ) -> "ShardedClient": ...
 
 
@@ -54,6 +56,7 @@ def connect(
     keys: str | Path = "",
     insecure_network: bool = False,
     shard_timeout_s: float = 2.0,
+    compress: bool = False,
 ) -> "HandleClient | UrlClient | ShardedClient":
     """Connect to a replay that another process or host owns.
 
@@ -77,6 +80,8 @@ def connect(
         insecure_network: allow other addresses without keys.
         shard_timeout_s: for a list: a replay that has said nothing for so long has no share in the
             batches until it answers again, in seconds; 1.5 or more.
+        compress: for a URL: batches and added transitions cross the network compressed with zstd.
+            Both ends need `pip install 'zapex[compress]'`.
 
     Returns:
         A HandleClient, a UrlClient, or for a list a ShardedClient. Their public methods are
@@ -115,10 +120,13 @@ def connect(
         addresses.parse(url, "the target of connect")
     security = Security.load(str(keys), "client", insecure_network)
     if isinstance(target, str):
-        return UrlClient(target, schema, timeout_s=timeout_s, prefetch=prefetch, security=security)
+        return UrlClient(
+            target, schema, timeout_s=timeout_s, prefetch=prefetch, security=security,
+            compress=compress,
+        )  # fmt: skip
     return ShardedClient(
         urls, schema, timeout_s=timeout_s, prefetch=prefetch, security=security,
-        shard_timeout_s=shard_timeout_s,
+        shard_timeout_s=shard_timeout_s, compress=compress,
     )  # fmt: skip
 
 

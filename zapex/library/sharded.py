@@ -81,6 +81,7 @@ class ShardedClient(ReplayClient):
         security: Security | None = None,
         shard_timeout_s: float = 2.0,
         seed: int | None = None,
+        compress: bool = False,
     ) -> None:
         """Raises PeerTimeout if one does not answer, Refused, ConfigError."""
         super().__init__(schema, timeout_s)
@@ -99,7 +100,11 @@ class ShardedClient(ReplayClient):
         self._clients: list[UrlClient] = []
         try:
             for url in urls:
-                self._clients.append(UrlClient(url, schema, timeout_s=timeout_s, security=security))
+                self._clients.append(
+                    UrlClient(
+                        url, schema, timeout_s=timeout_s, security=security, compress=compress
+                    )
+                )
         except BaseException:
             self.close()
             raise

@@ -32,6 +32,7 @@ from zapex.replay.sampling import METHODS
 from zapex.sumtree_numba import Method
 from zapex.wire.batches import BatchUnpacker
 from zapex.wire.calls import Call, Reply, Request
+from zapex.wire.compression import check_installed
 from zapex.wire.control import SMALL, Welcome
 from zapex.wire.experience import BatchMessage
 from zapex.wire.header import Kind
@@ -60,12 +61,15 @@ class UrlClient(ReplayClient):
         timeout_s: float = 10.0,
         prefetch: int = 0,
         security: Security | None = None,
+        compress: bool = False,
     ) -> None:
         """Raises PeerTimeout, Refused (another schema, no library), ConfigError."""
         super().__init__(schema, timeout_s)
         if not 0 <= prefetch <= 16:
             raise ConfigError(f"prefetch must be 0 to 16 batches, got {prefetch}")
-        self.url, self.prefetch = url, prefetch
+        if compress:
+            check_installed("compress=True")
+        self.url, self.prefetch, self._compress = url, prefetch, compress
         self._security = security or Security()
         asking = UrlLink(url, schema, None, self._security, timeout_s)
         chunk = asking.welcome.chunk  # only the replay knows it
@@ -89,7 +93,7 @@ class UrlClient(ReplayClient):
     def _open(self, actors: int = 0, lock: ProcessLock | None = None) -> UrlLink:
         link = UrlLink(
             self.url, self.schema, self._form, self._security, self.timeout_s, actors=actors,
-            lock=lock,
+            lock=lock, compress=self._compress,
         )  # fmt: skip
         link.look_while_idle()
         return link
@@ -103,7 +107,8 @@ class UrlClient(ReplayClient):
 
     def _send(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Call:
         self._link.check()
-        call = Call(next(self._sequence), what, rows, option, **more)
+        compressed = self._compress and what == Request.SAMPLE
+        call = Call(next(self._sequence), what, rows, option, compressed=compressed, **more)
         self._waiting[call.sequence] = call
         self._link.link.send(SMALL, call)
         return call

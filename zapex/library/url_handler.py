@@ -16,6 +16,7 @@ from zapex.replay.limiter import RateLimiter
 from zapex.replay.sampling import METHODS
 from zapex.wire.batches import BatchPacker, packed_bytes
 from zapex.wire.calls import PRESENT, Call, Reply, Request
+from zapex.wire.compression import check_compresses
 from zapex.wire.control import BULK, SMALL
 from zapex.wire.header import Kind, as_buffer
 
@@ -47,6 +48,8 @@ class CallHandler:
         return len(self._calls)
 
     def _take(self, session: Session, call: Call) -> None:
+        if call.compressed:
+            check_compresses()
         mine = [waiting.sequence for s, waiting, _ in self._calls if s is session]
         # A repeat: the client sends a call again if it waits too long for the answer.
         if call.sequence not in mine and len(mine) < _MOST_CALLS:
@@ -122,7 +125,7 @@ class CallHandler:
         message = self._packer.pack(
             draw, epoch=self._server.roster.epoch, sequence=call.sequence, memory=buffer
         )
-        if self._server.send(session, BULK, message) is None:
+        if self._server.send(session, BULK, message, call.compressed) is None:
             self.dropped += 1
             return
         replay.sampled += rows

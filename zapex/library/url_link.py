@@ -43,16 +43,19 @@ class UrlLink:
 
     def __init__(
         self, url: str, schema: Schema, form: Form | None, security: Security, timeout_s: float,
-        *, actors: int = 0, lock: ProcessLock | None = None,
+        *, actors: int = 0, lock: ProcessLock | None = None, compress: bool = False,
     ) -> None:  # fmt: skip
-        """form: None only asks for `welcome`. Raises PeerTimeout, Refused, Fenced, ConfigError."""
+        """form: None only asks for `welcome`. compress: what is pushed.
+
+        Raises PeerTimeout, Refused, Fenced, ConfigError.
+        """
         self.lock = lock or ProcessLock()
         self.timeout_s = timeout_s
         self.chores: list[Callable[[], object]] = []
         self._closed = False
         self.link = ZmqLink(
             url, "client", 1 + secrets.randbits(62), 1, form, CONFIG, security,
-            schema_hash=schema.hash, actors=actors,
+            schema_hash=schema.hash, actors=actors, compressed=compress,
         )  # fmt: skip
         try:
             self.link.open(timeout_s)

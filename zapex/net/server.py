@@ -188,7 +188,7 @@ class LinkServer:
     def _take(self, received: Received) -> None:
         peer = received.peer
         try:
-            message = messages.decode(received.buffers, self.form)
+            message = messages.decode(received.buffers, self.form, of_client=True)
             if isinstance(message, Hello):
                 self._hello(received, message)
                 return

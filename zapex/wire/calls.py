@@ -71,13 +71,17 @@ _CALL = Body(lambda m: _PRIORITIES.encode(m) if m.what == Request.UPDATE else ()
 
 
 class Call(Message, kind=Kind.CALL, body=_CALL):
-    """A request of a library's client. keys (B,) int64, priorities (B,) float64: for UPDATE."""
+    """A request of a library's client. keys (B,) int64, priorities (B,) float64: for UPDATE.
+
+    compressed: the batch that it asks for is to be compressed.
+    """
 
     sequence: int = word("sequence")
     what: int = word("number", 0, Request.KEYS)
     rows: int = word("rows", default=0)
     option: int = word("value", default=0)
     incarnation: int = word("incarnation", default=0)
+    compressed: bool = word("frames", 0, 1, to=bool, default=False)
     keys: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     priorities: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 

@@ -263,18 +263,21 @@ _NEED_NO_FORM = {
 }  # fmt: skip
 
 
-def decode(buffers: Sequence[Any], form: Form | None) -> Any:
+def decode(buffers: Sequence[Any], form: Form | None, *, of_client: bool = False) -> Any:
     """The message in these buffers, fully checked against `form`; bodies are views of them.
 
-    form: None before a welcome; then only messages that need no form are valid. Raises BadMessage.
+    form: None before a welcome; then only messages that need no form are valid. of_client: it came
+    to a replay; then nothing larger than a request is decompressed. Raises BadMessage.
     """
     raw = decode_header(buffers)
     if form is None and raw.kind not in _NEED_NO_FORM:
         raise BadMessage(f"{raw.kind.name} came before the welcome")
     if raw.compressed:
-        if form is None or raw.kind not in COMPRESSIBLE:
+        if form is None or raw.kind not in COMPRESSIBLE or (of_client and raw.kind != Kind.PUSH):
             raise BadMessage(f"{raw.kind.name} is never compressed")
-        raw.body = decompress(raw.body, max(form.largest_request_bytes, form.largest_answer_bytes))
+        is_request = raw.kind == Kind.PUSH
+        most = form.largest_request_bytes if is_request else form.largest_answer_bytes
+        raw.body = decompress(raw.body, most)
     return _MESSAGES[raw.kind].read(raw, cast(Form, form))
 
 
