@@ -157,3 +157,22 @@ def test_a_run_is_measured_with_two_watchers_and_without(tmp_path: Path) -> None
         (share,) = found["share_by_round"]
         assert share == found["share"]
         assert share == pytest.approx(found["watched_per_s"][0] / found["alone_per_s"][0])
+
+
+def test_a_run_by_hand_stands_beside_the_same_run_through_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason='pip install "zapex[ray]"')
+    results = quick(tmp_path, "clusters")
+    hand, ray = results["by hand"], results["through Ray"]
+    check_figures(hand)
+    # A process that rests may use less than a tick of the clock.
+    check_figures(ray, may_be_zero={"ray_core_s_per_minute", "host_core_s_per_minute"})
+    for pace, ratio in results["steps_ratio"].items():
+        spent = dict(ray[pace]["ray_core_s_per_minute"])
+        assert spent.pop("all") == pytest.approx(sum(spent.values()))
+        assert spent["control store"] + spent["raylet"] > 0
+        assert spent.get("others", 0) == 0, "a process of Ray that has no name here"
+        assert ratio == pytest.approx(ray[pace]["steps_per_s"] / hand[pace]["steps_per_s"])
+    # Four environments in lockstep, each of which sleeps for a millisecond.
+    assert max(one["paced"]["steps_per_s"] for one in (hand, ray)) < 1000
+    more_s = ray["first_batch_s"] - hand["first_batch_s"]
+    assert results["start_more_s"] == pytest.approx(more_s)
