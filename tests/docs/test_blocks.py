@@ -1,4 +1,7 @@
-"""The blocks of code of the documentation: Python runs, shell has commands and flags that exist."""
+"""The blocks of code of the documentation: Python runs, shell has commands and flags that exist.
+
+test_shell.py runs the shell blocks.
+"""
 
 import re
 import shlex

@@ -3,20 +3,40 @@
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.scenarios.test_train import Command, start
+from tests.support.parts import Part, cluster_in
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
 
-SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--learning-starts", "1000"]
+SMALL = [
+    "--env",
+    "CartPole-v1",
+    "--preset",
+    "smoke",
+    "--learning-starts",
+    "1000",
+    "--max-frames",
+    "0",
+]
 IN_TIME_S = 100.0  # a busy machine is no failure; nothing here promises seconds
-__all__ = ["start"]  # a fixture
+__all__ = ["redis_server", "start"]  # fixtures
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(500)]
 
 
 def number(output: str, what: str) -> int:
     """How many transitions were loaded, or saved last."""
     return int(re.findall(rf"memory: ([\d,]+) transitions {what}", output)[-1].replace(",", ""))
+
+
+def live(part: Part) -> float:
+    return float(part.snapshot()["replay"].get("live", 0))
+
+
+def batches(part: Part) -> float:
+    return float(part.snapshot()["totals"]["batches"])
 
 
 def test_a_run_that_is_stopped_and_resumed_learns_at_once_from_the_memory_that_it_had(
@@ -73,3 +93,79 @@ def lose(self, name, number):
 parent.Supervisor.send_signal = lose
 sys.exit(cli.main(sys.argv[1:]))
 """
+
+
+def test_a_replay_that_is_started_again_with_its_memory_serves_the_learner_before_any_actor(
+    tmp_path: Path,
+) -> None:
+    with cluster_in(tmp_path, SMALL) as cluster:
+        replay = cluster.start("replay", "--actors", "2", "--save-replay", "stop")
+        learner = cluster.start("learner")
+        actor = cluster.start("actor", "--actors", "1")
+        learner.wait_for(lambda: batches(learner) > 10, "batches")
+        replay.wait_for(lambda: live(replay) > 2000, "a memory")
+        assert actor.ends(IN_TIME_S, signal.SIGINT) == 0
+        assert replay.ends(IN_TIME_S, signal.SIGTERM) == 0
+        saved = number(replay.output, "saved in run/replay")
+        assert saved > 2000
+        before = batches(learner)
+
+        cluster.config = []
+        again = cluster.start("replay", "--resume", str(replay.run))
+        again.wait_to_say("transitions loaded from")
+        assert number(again.output, "loaded from") == saved
+        # No actor plays: these are of what was saved.
+        learner.wait_for(lambda: batches(learner) > before + 10, "batches of the saved memory")
+        cluster.config = SMALL
+        actor = cluster.start("actor", "--actors", "1")
+        actor.wait_for(lambda: actor.snapshot()["relay"].get("acknowledged", 0) > 5, "chunks")
+        assert learner.ends(IN_TIME_S, signal.SIGINT) == 0
+        assert again.ends(IN_TIME_S, signal.SIGINT) == 0
+        assert number(again.output, "saved in") > 2000
+        for part in cluster.parts:
+            assert "Traceback" not in part.output + part.logs()
+
+
+def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memory(
+    tmp_path: Path,
+) -> None:
+    with cluster_in(tmp_path, SMALL) as cluster:
+        words = ["--actors", "2", "--save-replay", "always", "--checkpoint-minutes", "0.02"]
+        replay = cluster.start("replay", *words)
+        actor = cluster.start("actor", "--actors", "1")
+        manifest = replay.run / "replay" / "manifest.json"
+        replay.wait_for(lambda: live(replay) > 500 and manifest.exists(), "a save")
+        replay.popen.kill()  # all of it dies: what was saved last is there
+        replay.popen.wait(10)
+        cluster.config = []
+        again = cluster.start("replay", "--resume", str(replay.run))
+        again.wait_to_say("transitions loaded from")
+        loaded = number(again.output, "loaded from")
+        again.run = replay.run
+        cluster.config = SMALL
+        actor.wait_to_say("the replay was started anew; joining again")
+        again.wait_for(lambda: live(again) > loaded > 0, "more transitions")
+        assert again.ends(IN_TIME_S, signal.SIGINT) == 0
+        assert number(again.output, "saved in") > loaded
+        assert actor.ends(IN_TIME_S, signal.SIGINT) == 0
+
+
+@needs_redis
+def test_a_learner_with_a_redis_saves_the_memory_that_it_has(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with cluster_in(tmp_path, SMALL, redis_server.url) as cluster:
+        first = cluster.start("learner", "--actors", "1", "--save-replay", "stop")
+        actor = cluster.start("actor", "--actors", "1")
+        first.wait_for(lambda: batches(first) > 10, "batches")
+        assert first.ends(IN_TIME_S, signal.SIGINT) == 0
+        saved = number(first.output, "saved in run/replay")
+        assert actor.ends(IN_TIME_S, signal.SIGINT) == 0
+        cluster.config = []
+        again = cluster.start("learner", "--resume", str(first.run))
+        again.run = first.run
+        again.wait_to_say("transitions loaded from")
+        assert number(again.output, "loaded from") == saved > 1000
+        before = batches(first)
+        again.wait_for(lambda: batches(again) > before + 10, "batches without an actor")
+        assert again.ends(IN_TIME_S, signal.SIGINT) == 0
