@@ -52,8 +52,8 @@ def killed(on: str, *words: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("on", "lives"), [("ray", 5), ("slurm", 5), ("container", 5)])
-def test_what_was_acknowledged_outlives_the_host_that_sent_it(on: str, lives: int) -> None:
+@pytest.mark.parametrize("on", ["ray", "slurm", "container"])
+def test_what_was_acknowledged_outlives_the_host_that_sent_it(on: str) -> None:
     if on == "ray" and not (find_spec("ray") and find_spec("nacl")):
         pytest.skip('pip install "zapex[ray]"')
     if on == "slurm" and (why := slurm.why_not()):
@@ -61,7 +61,7 @@ def test_what_was_acknowledged_outlives_the_host_that_sent_it(on: str, lives: in
     code, facts = killed(on, "--kills", "1")
     assert code == 0, facts
     assert facts["acknowledged"] == facts["found_once"] > 0
-    assert sum(facts["lives"].values()) == lives
+    assert sum(facts["lives"].values()) >= 5  # a host that was silent too long joins anew
 
 
 @pytest.mark.scenario
