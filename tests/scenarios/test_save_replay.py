@@ -11,7 +11,9 @@ from tests.scenarios.test_train import Command, start
 from tests.support.parts import Part, cluster_in
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 
-SMALL = "--env CartPole-v1 --preset smoke --learning-starts 1000 --max-frames 0".split()
+SMALL = [
+    "--env", "CartPole-v1", "--preset", "smoke", "--learning-starts", "1000", "--max-frames", "0",
+]  # fmt: skip
 IN_TIME_S = 100.0  # a busy machine is no failure; nothing here promises seconds
 __all__ = ["redis_server", "start"]  # fixtures
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(500)]
