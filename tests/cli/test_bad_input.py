@@ -242,13 +242,13 @@ replay SMALL --listen tcp://192.0.2.1:7711 --insecure-network | does not have th
 replay SMALL --port 7711                     | did you mean --listen?
 replay SMALL --keys nowhere                  | `zapex keygen` makes keys
 replay SMALL --inline                        | --inline
-replay SMALL --resume run                    | --resume is the learner's
+replay SMALL --resume run                    | run is not a run: it has no config.toml
 replay SMALL --network-memory 0              | --network-memory must be at least
 actor SMALL --replay tcp:/127.0.0.1:1        | did you mean tcp://127.0.0.1:1?
 actor SMALL --replay tcp://0.0.0.0:7711 --insecure-network | is only an address to listen at
 actor SMALL --replay tcp://no.such.invalid:7711 --insecure-network | is not known here
 actor SMALL --listen tcp://127.0.0.1:7711    | did you mean --replay?
-actor SMALL --resume run                     | --resume is the learner's
+actor SMALL --resume run                     | --resume RUN is the learner's, and the replay's
 actor SMALL --keys nowhere                   | `zapex keygen` makes keys
 learner SMALL --replay redis://                | --replay must be redis://
 learner SMALL --replay redis://192.0.2.1       | --insecure-network

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -119,15 +120,18 @@ def test_no_line_is_kept_from_running_that_the_pages_no_longer_have() -> None:
 
 
 @pytest.fixture
-def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory with what commands of the pages name."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("mine", None)
     (tmp_path / "run.toml").write_text('[env]\nenv = "CartPole-v1"\n')
     (tmp_path / "runs/RUN/checkpoints").mkdir(parents=True)
     mine = [(ROOT / "examples" / name).read_text() for name in ("own_env.py", "own_network.py")]
     (tmp_path / "mine.py").write_text("\n".join([*mine, "Env = Grid"]))
     (tmp_path / "runs/RUN/config.toml").write_text('[env]\nenv = "CartPole-v1"\n')
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("mine", None)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")])

@@ -254,8 +254,10 @@ def mine(tmp_path, monkeypatch):
     """A working directory with an environment of one's own."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("mine", None)
+    yield
+    sys.modules.pop("mine", None)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def learning(tmp_path: Path) -> Iterator[Learning]:
         found.unpacked.append(thread())
         return unpack(*args)
 
-    def decoded(*args: object) -> object:
+    def decoded(*args: object, **options: object) -> object:
         try:
-            return decode(*args)
+            return decode(*args, **options)
         except BadMessage:
             found.refused.append(thread())
             raise

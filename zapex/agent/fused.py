@@ -15,6 +15,8 @@ from torch import Tensor
 _OPS = torch.ops.mkldnn
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 AVAILABLE = bool(_HAS_ONEDNN) and hasattr(_OPS, "_convolution_pointwise")
+# Not on x86 without AVX-512: there the plain operators compute it, slowly.
+_BFLOAT16 = AVAILABLE and _OPS._is_mkldnn_bf16_supported()
 
 _SMALL = 1 << 16  # a dense layer with fewer weights loses more by the call than it gains
 
@@ -58,7 +60,8 @@ def plain_operators() -> Iterator[None]:
 
 def _pays(weight: Tensor) -> bool:
     is_small = weight.ndim == 2 and weight.numel() < _SMALL
-    return AVAILABLE and use.allowed and weight.device.type == "cpu" and not is_small
+    there = AVAILABLE and (_BFLOAT16 or weight.dtype != torch.bfloat16)
+    return there and use.allowed and weight.device.type == "cpu" and not is_small
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
