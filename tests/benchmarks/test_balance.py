@@ -85,6 +85,7 @@ def test_workers_end_with_their_parent():
 
 
 @pytest.mark.bench
+@pytest.mark.timeout(450)
 def test_the_error_of_a_balance_is_that_of_its_worst_held_out_point(tmp_path):
     for env, found in quick(tmp_path, "balance").items():
         assert found["env"] == env
