@@ -92,6 +92,8 @@ def shortened(line: str) -> str:
     limit = words.index("--max-frames") if "--max-frames" in words else 0
     if limit:
         words[limit + 1] = "2k"
+    if "--stop-at-return" in words:
+        words += ["--eval-period-s", "5"]
     resumed = "--resume" in words
     more = "--max-frames 4k --plain" if resumed else SHORT
     pairs = re.findall(r"(--[a-z-]+)((?: [^-][^ ]*)?)", more)
@@ -282,7 +284,7 @@ def test_a_server_of_a_block_listens_and_ends_when_it_is_interrupted(
     here = line.replace(":7711", f":{free_port()}").replace("1M", "100k")
     with started(f"trap - INT; exec {here}", log) as one:
         deadline_s = time.monotonic() + LINE_S
-        while "listening at" not in log.read_text():
+        while "serving a replay" not in log.read_text():
             assert one.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.1)

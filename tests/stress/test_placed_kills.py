@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,23 +43,24 @@ def test_only_a_run_with_shards_may_lose_a_replays_memory() -> None:
     assert wrong({**facts, "with_a_killed_shard": 0, "lost": 1, "acknowledged_unseen": 1}) == 2
 
 
-def killed(on: str, *words: str) -> tuple[int, dict[str, Any]]:
+def killed(directory: Path, on: str, *words: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the facts of some kills."""
+    file = directory / "kills.json"
     command = [sys.executable, "-m", "tests.stress.placed_kills", "--on", on, *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, timeout=580)
-    facts: dict[str, Any] = json.loads(done.stdout)
+    done = subprocess.run([*command, "--json", str(file)], check=False, timeout=580)
+    facts: dict[str, Any] = json.loads(file.read_text())["results"][on]
     return done.returncode, facts
 
 
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("on", ["ray", "slurm", "container"])
-def test_what_was_acknowledged_outlives_the_host_that_sent_it(on: str) -> None:
+def test_what_was_acknowledged_outlives_the_host_that_sent_it(on: str, tmp_path: Path) -> None:
     if on == "ray" and not (find_spec("ray") and find_spec("nacl")):
         pytest.skip('pip install "zapex[ray]"')
     if on == "slurm" and (why := slurm.why_not()):
         pytest.skip(why)
-    code, facts = killed(on, "--kills", "1")
+    code, facts = killed(tmp_path, on, "--kills", "1")
     assert code == 0, facts
     assert facts["acknowledged"] == facts["found_once"] > 0
     assert sum(facts["lives"].values()) >= 5  # a host that was silent too long joins anew
@@ -66,8 +68,8 @@ def test_what_was_acknowledged_outlives_the_host_that_sent_it(on: str) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
-def test_a_killed_shard_takes_with_it_what_it_had_and_nothing_else() -> None:
-    code, facts = killed("shards", "--kills", "1")
+def test_a_killed_shard_takes_with_it_what_it_had_and_nothing_else(tmp_path: Path) -> None:
+    code, facts = killed(tmp_path, "shards", "--kills", "1")
     assert code == 0, facts
     assert facts["with_a_killed_shard"] > 0
     assert facts["found_once"] + facts["with_a_killed_shard"] == facts["acknowledged"]
@@ -75,7 +77,7 @@ def test_a_killed_shard_takes_with_it_what_it_had_and_nothing_else() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
-def test_chunks_that_a_relay_frees_without_sending_them_are_noticed() -> None:
-    code, facts = killed("shards", "--kills", "0", "--mutant")
+def test_chunks_that_a_relay_frees_without_sending_them_are_noticed(tmp_path: Path) -> None:
+    code, facts = killed(tmp_path, "shards", "--kills", "0", "--mutant")
     assert code == 1
     assert facts["lost"] > 0
