@@ -262,6 +262,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, quick: bool) -> None:
         ends_ = np.array([0.8 * min(values), 1.25 * max(values)])
         axes.fill_between(ends_, 0.9 * ends_, 1.1 * ends_, alpha=0.15, label="within 10 %")
         axes.set(xscale="log", yscale="log", xlabel=f"{label}: measured", ylabel="predicted")
+        for axis in (axes.xaxis, axes.yaxis):  # the labels between the powers of ten overlap
+            axis.set_major_formatter("{x:,g}")
+            axis.set_minor_formatter("{x:,g}" if axis is axes.yaxis else "")
         axes.legend(fontsize=7)
     note = "; quick form: not to be relied on" if quick else ""
     figure.suptitle(f"The model of a cluster at points that it was not fitted to{note}")
