@@ -62,7 +62,7 @@ help:
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
 	  '  make peers-reverb   Reverb and its TensorFlow (600 MB), in .peers-reverb' \
-	  '  make peers-dqn      Stable-Baselines3, and what CleanRL's DQN needs, in .peers-dqn' \
+	  '  make peers-dqn      Stable-Baselines3, and what the DQN of CleanRL needs, in .peers-dqn' \
 	  '' \
 	  '  TORCH=cpu | cuda | existing (the torch of your Python) | auto; not given: cuda where a GPU is, and it asks' \
 	  '  PYTHON=...   which Python 3.11 or newer; here: $(or $(PYTHON),none found)' \

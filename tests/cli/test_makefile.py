@@ -1,4 +1,4 @@
-"""`make`: where it takes torch's CPU build from, with package indexes that are directories."""
+"""`make`: its help, and where it takes torch's CPU build from, with indexes that are directories."""
 
 import os
 import re
@@ -56,6 +56,18 @@ def test_the_cpu_build_comes_from_pips_index_or_else_from_pytorchs(
         assert done.returncode == 0, done.stderr
         assert installed == [f"torch-{cpu}.dist-info"]
     assert (f"trying {pytorchs}" in done.stdout) == (has != "pip's index")
+
+
+@pytest.mark.parametrize("words", [["help"], []])
+def test_make_help_names_every_target_that_users_call_and_no_other(words: list[str]) -> None:
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), *words, f"PYTHON={sys.executable}"],
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    named = set(re.findall(r"(?:^  |  )make ([a-z-]+)", done.stdout, re.M))
+    phony = re.findall(r"^\.PHONY: (.+)", (ROOT / "Makefile").read_text(), re.M)[0].split()
+    assert named == set(phony) - {"help", "check-python"}
 
 
 def said_by_make(tmp_path: Path, *words: str, gpu: bool, answer: str | None = None) -> str:

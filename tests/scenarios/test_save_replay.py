@@ -128,6 +128,7 @@ def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memo
         learner = cluster.start("learner")
         actor = cluster.start("actor", "--actors", "1")
         manifest = replay.run / "replay" / "manifest.json"
+        learner.wait_for(lambda: batches(learner) > 0, "batches")  # Ctrl-C before that: 130
         replay.wait_for(lambda: live(replay) > 500 and manifest.exists(), "a save")
         replay.popen.kill()  # all of it dies: what was saved last is there
         replay.popen.wait(10)
