@@ -29,6 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ RATES = (10.0, 1.0)
 _OVERHEAD_S = 12.0  # of a point: its processes start and end
 _REAL_PORT = 7960
 _SLOW = 3  # the slowest rate needs as many times the seconds for as many pushes
-_TRIAL = Pace(actor_s=0.5, learner_s=0.3)
+_TRIAL = Pace(actor_s=0.8, learner_s=0.5)
+_NEAR, _MOST_TRIALS = 0.04, 8
 
 
 def points_of(options: Any, apart: bool) -> list[Point]:
@@ -77,15 +79,22 @@ def missing(point: Point, options: Any, bench: Bench) -> str:
     return ""
 
 
-def calibrated(bench: Bench) -> Pace:
-    """Sleeps that give actor and learner of `a`, one actor, the paper's share each."""
-    row = measure(bench, Point("a", 1), _TRIAL)
-    rest = (1 - PAPER_SHARE) / PAPER_SHARE
-    actor = sum(row["actor_share"][p] for p in ACTOR_COMMUNICATION)
-    learner = sum(row["learner_share"].get(p, 0.0) for p in LEARNER_COMMUNICATION)
-    return Pace(
-        actor_s=rest * _TRIAL.actor_s * actor / max(1e-9, row["actor_share"]["compute"]),
-        learner_s=rest * _TRIAL.learner_s * learner / max(1e-9, row["learner_share"]["compute"]),
+def calibrated(share_at: Callable[[Pace], float]) -> Pace:
+    """Sleeps with which communication takes the paper's share. share_at: what a pace gives.
+
+    Both sleeps are scaled, again and again: how long the learner's pulls take follows from how
+    often actors push, and not from its own sleep. Raises RuntimeError if that does not end.
+    """
+    pace = _TRIAL
+    for _ in range(_MOST_TRIALS):
+        found = share_at(pace)
+        if abs(found / PAPER_SHARE - 1) < _NEAR:
+            return pace
+        scale = found / (1 - found) * (1 - PAPER_SHARE) / PAPER_SHARE
+        pace = replace(pace, actor_s=scale * pace.actor_s, learner_s=scale * pace.learner_s)
+    raise RuntimeError(
+        f"no pace was found at which communication takes {PAPER_SHARE:.1%}; the last one had "
+        f"{found:.1%}: is the machine quiet?"
     )
 
 
@@ -185,8 +194,15 @@ def _pace(bench: Bench, rows: list[dict[str, Any]], options: Any) -> Pace:
     if redis_server.missing():
         sys.exit(f"--calibrate needs Redis ({redis_server.missing()}); or give both --actor-ms and "
                  "--learner-ms")  # fmt: skip
-    pace = calibrated(bench)
-    print(f"calibrated: an actor computes {1000 * pace.actor_s:.0f} ms for each push, the learner "
+
+    def share_at(pace: Pace) -> float:
+        found = float(measure(bench, Point("a", 1), pace)["communication_share"])
+        tried_ms = 1000 * pace.actor_s
+        print(f"  {tried_ms:.0f} ms before each push: communication {found:.1%}", flush=True)
+        return found
+
+    pace = _TRIAL if options.quick else calibrated(share_at)
+    print(f"the pace: an actor computes {1000 * pace.actor_s:.0f} ms for each push, the learner "
           f"{1000 * pace.learner_s:.0f} ms for each batch")  # fmt: skip
     return pace
 

@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks.paper import figures
 from benchmarks.paper.accounts import Account
+from benchmarks.paper.bench_paper import PAPER_SHARE, calibrated
 from benchmarks.paper.experience import PAIR_BYTES
 from benchmarks.paper.model import Cycle, share, transfer_s
+from benchmarks.paper.points import Pace
 from benchmarks.transport.server import PARAMETER_BYTES
 from tests.benchmarks.quick import ROOT
 from tests.support.redis_server import MISSING
@@ -89,6 +91,22 @@ def test_a_real_run_has_the_phases_that_its_roles_count(tmp_path: Path) -> None:
     made = {path.name for path in (tmp_path / "figures").iterdir()}
     assert made == {"table.md", "real.png"}
     assert quick(tmp_path, "paper", "--real", "--systems", "e") == [row]
+
+
+def test_the_pace_is_found_at_which_communication_takes_the_papers_share() -> None:
+    tried = []
+
+    def share_at(pace: Pace) -> float:
+        """An actor pushes for 80 ms; the learner pulls each push for 160 ms, whatever its sleep."""
+        tried.append(pace)
+        actor = 0.08 / (0.08 + pace.actor_s)
+        return (actor + 0.16 / (0.08 + pace.actor_s)) / 2
+
+    assert abs(share_at(calibrated(share_at)) - PAPER_SHARE) < 0.01
+    assert len(tried) > 2
+    assert len({round(pace.actor_s / pace.learner_s, 6) for pace in tried}) == 1
+    with pytest.raises(RuntimeError, match=r"no pace was found .*40\.0%: is the machine quiet"):
+        calibrated(lambda pace: 0.4)
 
 
 def test_the_model_waits_for_those_before_it_and_never_beats_the_server() -> None:

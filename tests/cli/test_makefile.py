@@ -1,4 +1,4 @@
-"""`make`: its help, and where it takes torch's CPU build from, with indexes that are directories."""
+"""`make`: its help, and where it takes torch's CPU build from; indexes are directories here."""
 
 import os
 import re
