@@ -85,6 +85,7 @@ bench sumtre                                 | did you mean sumtree?
 train --env Brekout-v5                       | did you mean ALE/Breakout-v5
 train Brekout-v5                             | did you mean ALE/Breakout-v5
 train CartPole                               | did you mean CartPole-v1
+train --enw CartPole-v1                      | did you mean --env?
 train --env-id Acrobat-v1                    | did you mean Acrobot-v1
 train --env good.toml                        | --config good.toml
 train CartPole-v1 Acrobot-v1                 | --env is given already

@@ -74,7 +74,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
             ours = SYNONYMS[ours]
         if ours in known:
             meant[word] = ours
-    close = difflib.get_close_matches(_plain(name), meant, 1, 0.7)
+    near = 0.66 if len(_plain(name)) == 3 else 0.7  # one wrong letter of three is near, too
+    close = difflib.get_close_matches(_plain(name), meant, 1, near)
     return f"; did you mean {known[meant[close[0]]]}?" if close else ""
 
 
