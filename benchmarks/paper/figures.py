@@ -184,7 +184,8 @@ def _pushes(figure: Any, rows: list[dict[str, Any]]) -> None:
         axis.set_xticks(sorted(ideal))
         axis.grid(alpha=0.3)
     right.legend(fontsize=8)
-    left.plot([], [], "kx", label="predicted by the model")
+    if any(row["modelled"] for row in rows):
+        left.plot([], [], "kx", label="predicted by the model")
     left.set_ylim(bottom=0)
     left.legend(fontsize=8)
 
@@ -198,8 +199,8 @@ def _latencies(figure: Any, rows: list[dict[str, Any]]) -> None:
                 [row["actors"] for row in known], [row[key]["median"] for row in known], "o-", ms=4,
                 label=NAMES[system],
             )  # fmt: skip
-        axis.set(title=title, xlabel="actors", ylabel="ms, median")
-        axis.set_ylim(bottom=0)
+        axis.set(title=title, xlabel="actors", ylabel="ms, median", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xticks(sorted({row["actors"] for row in rows}))
         axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
