@@ -121,7 +121,8 @@ wheel: $(STAMP)
 # In dist/, then installed from an index of its own on Python 3.11, 3.12 and 3.13: docs/releasing.md.
 release: $(STAMP)
 	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' build twine
-	@ZAPEX_RELEASE=1 $(BIN)/python -m pytest -rs -n 0 -m scenario tests/scenarios/test_index.py $(ARGS)
+	@ZAPEX_RELEASE=1 $(BIN)/python -m pytest -rs -n 0 -m scenario tests/scenarios/test_index.py \
+	  tests/scenarios/test_image.py $(ARGS)
 	@ls -l dist/zapex-*
 
 # strict: a broken link or a page that nothing leads to is a failure.

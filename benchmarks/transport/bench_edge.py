@@ -275,7 +275,7 @@ def draw(cells: list[dict[str, Any]], path: Path, quick: bool) -> None:
     """Waiting and staleness of each link, by batches ahead."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, 6), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = list(dict.fromkeys(str(Line(**cell["line"])) for cell in cells))
     settings = list(dict.fromkeys(_ahead_of(cell) for cell in cells))
@@ -297,7 +297,9 @@ def draw(cells: list[dict[str, Any]], path: Path, quick: bool) -> None:
                 axes.annotate(form.format(value), (value, y), (3, 0), va="center", fontsize=7,
                               textcoords="offset points")  # fmt: skip
     left.axvline(10, color="#6b7280", linestyle=":", label="goal: 10 %")
-    left.set_yticks(range(len(names)), names)
+    left.set_yticks(range(len(names)), names, fontsize=8)
+    for axes in (left, right):
+        axes.margins(x=0.1)  # room for the figures
     left.invert_yaxis()
     left.set_ylabel("the link: round trip, line rate")
     left.set_xlabel("the learner waits for a batch, % of its time")

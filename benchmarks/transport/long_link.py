@@ -48,7 +48,7 @@ class Line:
 
     def __str__(self) -> str:
         rate = f"{self.mbit:g} Mbit/s" if self.mbit else "no limit"
-        more = (", compressed" if self.compressed else "") + (
+        more = (", tunnel compresses" if self.compressed else "") + (
             f", loss {self.loss:.2%}" if self.loss else ""
         )
         return f"{self.rtt_ms:g} ms, {rate}{more}"
