@@ -7,6 +7,9 @@ what must hold   it takes whole messages within its limits, or ends the connecti
 import copy
 import random
 from collections.abc import Callable
+from functools import lru_cache
+
+from nacl import bindings
 
 from tests.fuzz import mutation
 from tests.fuzz.mutation import Blind
@@ -89,10 +92,19 @@ class NullBytes:
         return start + b"".join([_frame(part[0], part[1:]) for part in parts])
 
 
+def _remember_keys() -> None:
+    """Compute with the same keys once: Curve25519 would take most of the time otherwise."""
+    for name in ("crypto_scalarmult_base", "crypto_box_beforenm", "crypto_box_open"):
+        pure = getattr(bindings, name)
+        if not hasattr(pure, "cache_info"):
+            setattr(bindings, name, lru_cache(64)(pure))
+
+
 class CurveBytes:
     """A peer with a key that is admitted: its handshake, then flags and bodies to be encrypted."""
 
     def __init__(self) -> None:
+        _remember_keys()
         said: list[bytes] = []
         server, client = curve_ends(LIMITS)
         converse(server, client, lambda to, data: said.append(data) if to is server else None)
@@ -113,7 +125,7 @@ class CurveBytes:
         for part in parts[self._handshakes :]:
             said.append(_frame(*client.seal(part[0] if part else 0, memoryview(part[1:]))))
         whole = b"".join(said)
-        # A second handshake costs more than all the rest: the pieces are tried with a quarter.
+        # The pieces cost as much again: they are tried with a quarter.
         return _judge(lambda: curve_ends(LIMITS)[0], whole, in_pieces=whole[-1:] < b"\x40")
 
     def mutate(self, data: bytes, draw: random.Random, blind: Blind) -> bytes:

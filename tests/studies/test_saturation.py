@@ -57,6 +57,19 @@ def test_second_threads_of_cores_add_what_was_measured():
     assert found.rate(8, 16, 8) == pytest.approx(5 * found.rate(1, 16, 1))
 
 
+def test_more_actors_than_cores_fill_the_time_that_waiting_actors_leave_idle():
+    alone = [Point(1, envs, 1, envs / (1e-3 + envs * 1e-4)) for envs in (1, 4, 16)]
+    pair = Point(2, 16, 2, 2 * alone[-1].steps_per_s, busy=0.8)
+    found = fit([*alone, pair], 2)
+    assert found.idle == pytest.approx(0.2)
+    assert found.rate(2, 16, 2) == pytest.approx(pair.steps_per_s)
+    assert found.rate(3, 16, 2) == pytest.approx(pair.steps_per_s / 0.8)
+    assert found.rate(8, 16, 2) == found.rate(3, 16, 2)  # then the cores are full
+    assert found.rate(1, 16, 2) == pytest.approx(alone[-1].steps_per_s)
+    full = fit([*alone, Point(2, 16, 2, pair.steps_per_s)], 2)
+    assert full.rate(8, 16, 2) == full.rate(2, 16, 2)
+
+
 def test_growth_stops_where_twice_the_environments_gain_less_than_a_tenth():
     model = Model(2e-3, 1e-3, 0.0, 1.0, 4)
     envs = model.enough_envs()

@@ -46,13 +46,12 @@ class Found:
         """The median of what every round has."""
         return float(median(found[name] for found in self.rounds))
 
-    @property
-    def point(self) -> Point:
-        """A trial of actors, for the model."""
-        trial = self.trial
-        return Point(trial.actors, trial.envs, trial.cores, self.rate("steps_per_s"))
+    def point(self, full: float) -> Point:
+        """A trial of actors, for the model. full: the share of a core that counts as all of it."""
+        trial, busy = self.trial, min(1.0, self.rate("cpu_share") / full)
+        return Point(trial.actors, trial.envs, trial.cores, self.rate("steps_per_s"), busy)
 
-    def describe(self, models: dict[str, Model]) -> dict[str, Any]:
+    def describe(self, models: dict[str, Model], full: float) -> dict[str, Any]:
         """As JSON has it: medians, and p10 and p90 are the extremes of few rounds."""
         names = {name for found in self.rounds for name in found}
         rows: dict[str, Any] = {**asdict(self.trial), "rounds": len(self.rounds)}
@@ -63,8 +62,9 @@ class Found:
                 rows[f"{name}_range"] = [min(values), max(values)]
         if self.trial.do != "learn":
             model = models[self.trial.where]
-            rows["predicted_steps_per_s"] = self.point.steps_per_s * (1 + error(model, self.point))
-            rows["error"] = error(model, self.point)
+            point = self.point(full)
+            rows["predicted_steps_per_s"] = point.steps_per_s * (1 + error(model, point))
+            rows["error"] = error(model, point)
         return rows
 
 
@@ -86,14 +86,17 @@ class Balance:
         """Measure all. Returns {"points", "models", "learner", "kernels", ...}."""
         found = self._measure()
         acting = [one for one in found if one.trial.do == "play"]
+        full = max(x.rate("cpu_share") for x in acting)  # a measurement's ends are never busy
         models = {
             where: fit(
-                [x.point for x in acting if x.trial.where == where and not x.trial.held_out],
+                [x.point(full) for x in acting if x.trial.where == where and not x.trial.held_out],
                 self._machine.cores,
             )
             for where in dict.fromkeys(x.trial.where for x in acting)
         }
-        checks = [abs(error(models[x.trial.where], x.point)) for x in acting if x.trial.held_out]
+        checks = [
+            abs(error(models[x.trial.where], x.point(full))) for x in acting if x.trial.held_out
+        ]
         learned = {x.trial.learner_threads: x for x in found if x.trial.do == "learn"}
         rates = {n: x.rate("batches_per_s") for n, x in learned.items()}
         paced = self._step_s > 0
@@ -104,7 +107,7 @@ class Balance:
             "batches_per_s_by_threads": {0: 1 / self._step_s} if paced else rates,
         }
         return {
-            "points": [x.describe(models) for x in found],
+            "points": [x.describe(models, full) for x in found],
             "models": {where: asdict(model) for where, model in models.items()},
             "held_out_error": max(checks, default=None),
             "learner": learner,

@@ -5,40 +5,45 @@ The model of X, steps a second of `a` actors with `e` environments each on `c` h
     x(e) = e / (t0 + e t1)                   one actor with a core to itself
     n = min(a, c)                            actors that run at the same time
     k = min(n, p) + s max(0, n - p)          in cores: p there are, a second thread adds s of one
-    X(a, e, c) = k x(e) / (1 + m (k - 1))    cores disturb each other: memory, caches, clock rate
+    w = min(a / n, 1 / (1 - i))              more actors than cores fill what these leave idle
+    X(a, e, c) = w k x(e) / (1 + m (k - 1))  cores disturb each other: memory, caches, clock rate
 
 t0: seconds of a step that do not depend on e (calls, weights read). t1: seconds of one environment.
+i: idle share of the cores where each has one of several actors, which wait for inference elsewhere.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 GROWTH = 0.10
 """Growth has stopped where twice the environments, or one core more, gain less than this share."""
 MOST_ENVS = 64
+_MOST_IDLE = 0.9
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. cores: hardware threads."""
+    """One measurement. cores: hardware threads. busy: share of their time in which they worked."""
 
     actors: int
     envs: int
     cores: int
     steps_per_s: float
+    busy: float = 1.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """The fitted numbers, named as above: t0, t1, m, s, p."""
+    """The fitted numbers, named as above: t0, t1, m, s, p, i."""
 
     fixed_s: float
     each_s: float
     contention: float
     sibling: float
     physical: int
+    idle: float = 0.0
 
     def actor(self, envs: int) -> float:
         """x(e), steps a second."""
@@ -48,7 +53,8 @@ class Model:
         """X(a, e, c), steps a second."""
         n = min(actors, cores)
         k = min(n, self.physical) + self.sibling * max(0, n - self.physical)
-        return k * self.actor(envs) / (1 + self.contention * (k - 1))
+        filled = min(actors / n, 1 / (1 - self.idle))
+        return filled * k * self.actor(envs) / (1 + self.contention * (k - 1))
 
     def enough_envs(self) -> int:
         """The smallest power of two of environments of which twice as many gain too little."""
@@ -84,12 +90,13 @@ def fit(points: Sequence[Point], physical: int) -> Model:
     if weights:
         lost = [(min(p.actors, p.cores), _linear(model, p) / p.steps_per_s - 1) for p in many]
         contention = max(0.0, sum((n - 1) * share for n, share in lost) / weights)
-        model = Model(fixed_s, each_s, contention, 1.0, physical)
+        model = replace(model, contention=contention)
     beyond = [p for p in points if min(p.actors, p.cores) > physical]
     if beyond:
         sibling = median(_sibling(model, p) for p in beyond)
-        model = Model(fixed_s, each_s, model.contention, min(1.0, max(0.0, sibling)), physical)
-    return model
+        model = replace(model, sibling=min(1.0, max(0.0, sibling)))
+    idle = [1 - p.busy for p in points if 1 < p.actors <= p.cores]
+    return replace(model, idle=min(_MOST_IDLE, max(0.0, median(idle)))) if idle else model
 
 
 def error(model: Model, point: Point) -> float:
