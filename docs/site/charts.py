@@ -37,7 +37,10 @@ def filled(markdown: str) -> str:
 
 def _reports() -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(RESULTS.glob("*.json")):
-        yield path.stem, json.loads(path.read_text())
+        report = json.loads(path.read_text())
+        if isinstance(report, list):  # of points, each with the facts of its machine
+            report = {"machine": report[0]["machine"]}
+        yield path.stem, report
 
 
 def _lines(report: dict[str, Any]) -> list[Line]:
