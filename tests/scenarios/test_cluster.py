@@ -123,6 +123,21 @@ def test_a_replay_that_is_killed_without_libzmq_loses_and_doubles_nothing_that_w
         assert "Traceback" not in part.output + part.logs()
 
 
+@pytest.mark.scenario
+@pytest.mark.timeout(300)
+def test_a_host_that_is_joining_again_ends_at_ctrl_c_as_one_that_plays(cluster: Cluster) -> None:
+    replay = cluster.start("replay", "--actors", "1")
+    actor = cluster.start("actor", "--actors", "1")
+    replay.wait_to_say("joined from")
+    replay.popen.kill()
+    replay.popen.wait(10)
+    anew = cluster.start("replay", "--actors", "1")
+    actor.wait_to_say("the replay was started anew; joining again")
+    anew.popen.kill()  # the actor waits for it, unless it was quicker
+    assert actor.ends(60, signal.SIGINT) == 0, actor.output
+    assert actor.is_gone()
+
+
 @pytest.mark.slow  # a minute
 @pytest.mark.timeout(400)
 def test_a_killed_relay_replay_or_learner_comes_back_and_the_run_goes_on(cluster: Cluster) -> None:

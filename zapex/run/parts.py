@@ -44,8 +44,14 @@ def run_part(config: Config, spec: EnvironmentSpec, membership: Membership, wrap
         run = _joined(run)
     with directory.opened(run) as (opened, base):
         run = _joined(opened) if joins and resume else opened
-        while (ending := run_processes(run, base)).again:
-            run = _joined(run)
+        ending = run_processes(run, base)
+        try:
+            while ending.again:
+                run = _joined(run)
+                ending = run_processes(run, base)
+        except KeyboardInterrupt:
+            print("stopped while this host was joining again")
+            return 0  # only actors join again, and they have nothing to save
     if ending.over and joins:
         _tell_all(run, ending.reason)
     return int(ending.failed)
