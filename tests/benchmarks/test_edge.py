@@ -163,8 +163,8 @@ def test_the_model_of_a_cluster_is_compared_with_points_that_it_has_not_seen(tmp
         point, found, said = row["point"], row["measured"], row["predicted"]
         # No role is faster than its pace, measured or predicted.
         for rates in (found, said):
-            assert 0 < rates["steps_per_s"] <= 1.01 * point["actors"] * 100 / point["actor_s"]
-            assert 0 < rates["batches_per_s"] <= 1.01 / point["learner_s"]
+            assert 0 < rates["steps_per_s"] <= 1.05 * point["actors"] * 100 / point["actor_s"]
+            assert 0 < rates["batches_per_s"] <= 1.05 / point["learner_s"]
             assert rates["push_ms"] > 0
         assert row["counts"] == (found["load"] <= 0.8)
     assert figure.read_bytes().startswith(b"\x89PNG")
