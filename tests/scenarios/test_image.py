@@ -7,14 +7,15 @@ alone, beside the packages of this environment.
 import json
 import os
 import re
-import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import zapex
+from tests.scenarios import test_index
 from tests.scenarios.test_index import FULL, ROOT
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(1800 if FULL else 300)]
@@ -30,7 +31,7 @@ def instructions() -> list[tuple[str, str]]:
 def test_the_lines_of_the_image_install_a_zapex_that_trains(tmp_path: Path) -> None:
     python, source, nowhere = tmp_path / "venv/bin/python", tmp_path / "src", tmp_path / "index"
     nowhere.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=100)
+    test_index.run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     environment = {
         "PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1",
         **{name: word for name, word in os.environ.items() if name.startswith("PIP_")},
@@ -41,35 +42,28 @@ def test_the_lines_of_the_image_install_a_zapex_that_trains(tmp_path: Path) -> N
             "PYTHONPATH": sysconfig.get_paths()["purelib"],
         }  # fmt: skip
     seen = []
-
-    def run(command: list[str]) -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True,
-            timeout=1500, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    run = partial(test_index.run, cwd=tmp_path, timeout_s=1500, environment=environment)
 
     for name, words in instructions():
         seen.append(name)
         if name == "COPY":
             *files, target = words.split()
             source.mkdir(exist_ok=True)
-            run(["cp", "-r", *(str(ROOT / file) for file in files), f"{tmp_path}{target}"])
+            run("cp", "-r", *(ROOT / file for file in files), f"{tmp_path}{target}")
         elif name == "ARG":
             variable, _, default = words.partition("=")
             environment.setdefault(variable, os.environ.get(variable, default))
         elif name == "RUN":
-            run(["sh", "-ec", re.sub(r"/src\b", str(source), words)])
+            run("sh", "-ec", re.sub(r"/src\b", str(source), words))
         elif name == "USER":
             assert int(words.partition(":")[0]) > 0  # Kubernetes must see that it is not root
         elif name == "ENTRYPOINT":
             entry = json.loads(words)
     assert seen == ["FROM", "COPY", "COPY", "ARG", "RUN", "USER", "WORKDIR", "ENTRYPOINT"]
     assert not source.exists()
-    where = run([str(python), "-P", "-c", "import zapex.clusters.host as h; print(h.__file__)"])
+    where = run(python, "-P", "-c", "import zapex.clusters.host as h; print(h.__file__)")
     assert where.startswith(str(tmp_path / "venv"))
-    assert run([*entry, "--version"]) == f"zapex {zapex.__version__}\n"
+    assert run(*entry, "--version") == f"zapex {zapex.__version__}\n"
     short = ["--preset", "smoke", "--max-frames", "2k", "--run-dir", "run", "--plain"]
-    run([*entry, "train", "CartPole-v1", *short])
-    assert "mean " in run([*entry, "eval", "run", "--episodes", "2"])
+    run(*entry, "train", "CartPole-v1", *short)
+    assert "mean " in run(*entry, "eval", "run", "--episodes", "2")

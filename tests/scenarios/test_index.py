@@ -33,9 +33,13 @@ pytestmark = [
 ]
 
 
-def run(*command: object, cwd: Path, timeout_s: float = 500) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)
+def run(
+    *command: object, cwd: Path, timeout_s: float = 500, environment: dict[str, str] | None = None
+) -> str:
+    """What a command says; it must succeed. environment: all of it, in place of this process's."""
+    if environment is None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=timeout_s, check=False,
