@@ -124,6 +124,12 @@ def take_kernel(words: Any, own: Any, ring: Any, rows: Any, max_n: int, record_b
 
 
 @kernel
+def _used_kernel(words: Any) -> int:
+    # The head is loaded first, so the result is never negative.
+    return -load_acquire(words, _HEAD_WORD) + load_acquire(words, _TAIL_WORD)  # SYNC slot-full
+
+
+@kernel
 def _find_used_kernel(memory: Any, firsts: Any, found: Any) -> int:
     """Which of many rings of one block have records that are committed and not released.
 
@@ -216,8 +222,7 @@ class ShmRing:
     @property
     def used(self) -> int:
         """How many records are committed and not released; it may change during the call."""
-        head = self.head  # before tail, so that it is never negative
-        return self.tail - head
+        return _used_kernel(self._words)
 
     def producer(self) -> "RingProducer":
         """The end that commits. Only one may exist at a time: a second one would break I3."""

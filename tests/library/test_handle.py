@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from zapex.errors import (
 )
 from zapex.library import handle
 from zapex.library.handle_client import HandleLink
+from zapex.library.handle_server import HandleServer
 from zapex.replay.core import ReplayLayout
 from zapex.wire.calls import Request
 
@@ -301,13 +303,37 @@ def test_a_client_that_goes_without_a_word_is_forgotten():
     replay.close()
 
 
+def test_an_owner_waits_awake_for_who_asks_at_once_again_and_not_for_others():
+    requests = iter([True])
+    server = types.SimpleNamespace(
+        _spin_s=1e-3, _answered=0, _sleepy_until=0, _is_ready=lambda: next(requests, False)
+    )
+
+    def stays_awake():
+        return HandleServer._stays_awake(server)
+
+    assert not stays_awake()  # nobody has asked yet
+    server._answered = 1
+    assert stays_awake()
+    assert not stays_awake()  # nothing was answered since
+    server._answered = 2
+    assert not stays_awake()  # the next one does not come in time
+    asleep_until = server._sleepy_until
+    assert asleep_until > 10
+    requests = iter([True, True])
+    server._answered = asleep_until
+    assert not stays_awake()
+    server._answered += 1
+    assert stays_awake()
+
+
 def test_slots_that_a_reader_holds_are_filled_last_and_their_rows_come_back_torn():
     replay = PrioritizedReplay(200, PATTERN, seed=0, chunk=8, streams=1)
     replay.extend(**pattern_rows(0, 160))
     with served(replay) as client:
         link = HandleLink(replay.handle, DEADLINE_S)
         link.call(Request.SAMPLE, 64)
-        keys = link.at.draw(64)["keys"].copy()
+        keys = link.at.draw(64).keys.copy()
         batch = client.empty_batch(64)
         while not replay.stats()["slots_quarantined"]:  # evicted, and nobody writes there yet
             replay.extend(**pattern_rows(160, 10))

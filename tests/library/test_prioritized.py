@@ -148,6 +148,21 @@ def test_weights_of_the_most_extreme_priorities_are_numbers(normalise):
     assert np.isfinite(weights).all()
 
 
+def test_a_new_batch_holds_what_one_of_zeros_holds():
+    schema = Schema({"obs": Column((2, 3), np.uint8, stack=3), "action": Column((), np.int64)})
+    replays = [PrioritizedReplay(64, schema, seed=1, streams=1) for _ in range(2)]
+    obs = np.arange(40 * 6, dtype=np.uint8).reshape(40, 2, 3)
+    stacks = np.stack([np.zeros_like(obs), np.zeros_like(obs), obs], 1)  # frames of zeros, too
+    for replay in replays:
+        replay.extend(obs=stacks, next_obs=stacks, action=np.arange(40), reward=np.ones(40),
+                      terminated=np.zeros(40, bool))  # fmt: skip
+    garbage = np.full(1 << 16, 255, np.uint8)
+    del garbage  # the allocator may give it again
+    new, old = replays[0].sample(16), replays[1].sample(16, out=replays[1].empty_batch(16))
+    for name, column in new.columns.items():
+        np.testing.assert_array_equal(column, old.columns[name], err_msg=name)
+
+
 def test_eviction_takes_whole_chunks_from_the_oldest_on():
     replay = new_replay(8)
     keys = [put(replay, [1.0] * n) for n in (4, 3, 4)]

@@ -79,8 +79,10 @@ KERNELS = [CLAIM, COMMIT, POLL, RELEASE, PUBLISH, READ, SLEEP, WAKE, EVICT, ACCE
 
 # (model, its rule) -> the kernel, and the lines of its source that say it, with others instead.
 RULES = {
-    ("ring", "NO_ACQUIRE_HEAD"): (CLAIM, "load_acquire(words, _HEAD", "load_relaxed(words, _HEAD"),
-    ("ring", "NO_ACQUIRE_TAIL"): (POLL, "load_acquire(words, _TAIL", "load_relaxed(words, _TAIL"),
+    ("ring", "NO_ACQUIRE_HEAD"): (
+        CLAIM, "= load_acquire(words, _HEAD", "= load_relaxed(words, _HEAD"),
+    ("ring", "NO_ACQUIRE_TAIL"): (
+        POLL, "= load_acquire(words, _TAIL", "= load_relaxed(words, _TAIL"),
     ("ring", "NO_RELEASE_HEAD"): (
         RELEASE, "store_release(words, _HEAD", "store_relaxed(words, _HEAD"),
     ("ring", "NO_RELEASE_TAIL"): (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,18 +69,20 @@ class Batch(Mapping[str, Any]):
         self.__dict__.update(usual, columns=columns, fresh=[])
 
     @classmethod
-    def empty(cls, layout: BatchLayout, pin_memory: bool = False) -> Batch:
+    def empty(cls, layout: BatchLayout, pin_memory: bool = False, *, zeroed: bool = True) -> Batch:
         """Allocate memory for a batch.
 
         Args:
             layout: sizes and places of the columns.
             pin_memory: page-lock the memory, for copies to a GPU.
+            zeroed: False leaves what was in the memory, for a batch that is filled at once. The
+                allocator may then give the same pages again, which saves their page faults.
 
         Raises:
             ConfigError: pin_memory is set and torch finds no GPU.
         """
         if not pin_memory:
-            return cls(layout, aligned_zeros(layout.nbytes))
+            return cls(layout, _aligned(np.zeros if zeroed else np.empty, layout.nbytes))
         import torch
 
         if not torch.cuda.is_available():
@@ -163,6 +165,10 @@ def split(layout: BatchLayout, block: torch.Tensor) -> dict[str, Any]:
 
 def aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
     """Zeroed memory that starts on a cache line (64 bytes)."""
-    memory = np.zeros(nbytes + 64, np.uint8)
+    return _aligned(np.zeros, nbytes)
+
+
+def _aligned(allocate: Callable[..., NDArray[np.uint8]], nbytes: int) -> NDArray[np.uint8]:
+    memory = allocate(nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + nbytes]

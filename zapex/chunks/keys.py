@@ -35,6 +35,15 @@ def row_of(key: int) -> int:
 
 
 @kernel
+def are_inside_kernel(keys: Any, slots: int, chunk: int) -> bool:
+    """Whether all keys point into a store of `slots` slots of `chunk` rows."""
+    for b in range(keys.shape[0]):
+        if keys[b] < 0 or slot_of(keys[b]) >= slots or row_of(keys[b]) >= chunk:
+            return False
+    return True
+
+
+@kernel
 def keys_kernel(indices: Any, headers: Any, chunk: int, shard: int, keys: Any) -> None:
     """Write the keys of the transitions at `indices` (slot * chunk + offset) into `keys`."""
     for b in range(indices.shape[0]):

@@ -30,7 +30,7 @@ from zapex.chunks.rows import (
     put_step,
     writer_words,
 )
-from zapex.machine.atomics import compare_bytes, copy_bytes, store_release
+from zapex.machine.atomics import compare_bytes, copy_bytes, prefetch, store_release
 from zapex.machine.jit import kernel
 from zapex.machine.offsets import count, words
 from zapex.machine.records import record_at
@@ -56,6 +56,7 @@ REWARD, VALUE, PRIORITY = range(3)  # of a pending step: r_t, Q(s_tm1, a_tm1), |
 STEP_NUMBERS = 3
 MOST_REWARD = float(np.finfo(np.float32).max) / 64  # 64: the largest n_step
 _STREAM_WORDS = count(STREAM_STATE)
+_BYTES_AHEAD = 1024  # prefetched of the next stream's frame; the processor then sees the order
 
 # A step's flags.
 CUT = 1  # no bootstrap after this step: terminated, or a life lost
@@ -214,6 +215,20 @@ def _take(i: int, s_t: Any, w: Any, stream: Any, state: Any, private: Any,
 
 
 @kernel
+def _prefetch(i: int, s_t: Any, w: Any, state: Any, mem: Any) -> None:
+    """Load the first lines of stream i's new frame, and of its place, before they are needed."""
+    stream = _stream(w, state, i)
+    body = w.bodies + max(stream.slot, 0) * w.body_bytes
+    for c in range(w.num_frame_columns):
+        column = frame_column(w, state, c)
+        source = (i * column.depth + column.depth - 1) * column.nbytes
+        target = body + column.section + stream.frames * column.nbytes
+        for at in range(0, min(column.nbytes, _BYTES_AHEAD), 64):
+            prefetch(s_t[c], source + at)
+            prefetch(mem, target + at)
+
+
+@kernel
 def _n_step_return(first: int, m: int, gammas: int, reals: Any) -> float:
     """G = R_{t+1} + gamma R_{t+2} + ... + gamma^(m-1) R_{t+m} (Sutton and Barto 2018, eq. 7.1).
 
@@ -274,6 +289,8 @@ def add_kernel(start: int, mask: Any, flags: Any, s_t: Any, r_t: Any, value: Any
         stream = _stream(w, state, i)
         if not mask[i] or not stream.in_episode:
             continue
+        if i + 1 < len(mask):
+            _prefetch(i + 1, s_t, w, state, mem)
         steps = stream.pending + 1
         done: Any = steps if flags[i] else np.int64(steps == w.n_step)
         if not _room(i, 1, done, w, stream, state, mem):

@@ -27,10 +27,10 @@ from zapex.chunks.keys import (
     GENERATION_SHIFT,
     MAX_SLOTS,
     NO_KEY,
+    are_inside_kernel,
     keys_kernel,
     row_of,
     slot_of,
-    slots_and_rows,
 )
 from zapex.chunks.layout import (
     COUNT,
@@ -348,10 +348,7 @@ class ChunkStore:
         return torn, numbers.reshape(len(keys), 2, -1)
 
     def _check(self, keys: NDArray[np.int64]) -> None:
-        slots, rows = slots_and_rows(keys)
-        if len(keys) and (
-            keys.min() < 0 or slots.max() >= self.slots or rows.max() >= self.layout.chunk
-        ):
+        if not are_inside_kernel(keys, self.slots, self.layout.chunk):
             raise IndexError("a key points outside of the store")
 
     def gather_arguments(self, layout: BatchLayout, first: int = 0) -> GatherArguments:

@@ -15,7 +15,7 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,23 @@ def _update_dtype(rows: int) -> np.dtype[Any]:
     return np.dtype([("keys", np.int64, (rows,)), ("priorities", np.float64, (rows,))])
 
 
+class DrawPlace(NamedTuple):
+    """Arrays over a record of `Draw.dtype`: total (1,), smallest (1,), and (B,) each."""
+
+    total: NDArray[np.float64]
+    smallest: NDArray[np.float64]
+    keys: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    leaves: NDArray[np.float64]
+
+
+class UpdatePlace(NamedTuple):
+    """Arrays (B,) over a record of an UPDATE."""
+
+    keys: NDArray[np.int64]
+    priorities: NDArray[np.float64]
+
+
 class LinkMemory:
     """A link's segment, laid out; the same at both ends."""
 
@@ -69,18 +86,27 @@ class LinkMemory:
         rings = {n: ShmRing(places[n], *ring, create=create) for n, ring in _RINGS.items()}
         self.requests, self.answers = rings["requests"], rings["answers"]
         self.commits = rings["commits"]
+        self._draw = DrawPlace(*self._views(Draw.dtype(0)))
+        self._update = UpdatePlace(*self._views(_update_dtype(0)))
 
-    def draw(self, rows: int) -> np.void:
-        """The record of a SAMPLE's answer, as `Draw.dtype` has it."""
-        return self._record(Draw.dtype(rows))
+    def draw(self, rows: int) -> DrawPlace:
+        """Where the answer to a SAMPLE is."""
+        if len(self._draw.keys) != rows:
+            self._draw = DrawPlace(*self._views(Draw.dtype(rows)))
+        return self._draw
 
-    def update(self, rows: int) -> np.void:
-        """The record of an UPDATE: keys, priorities."""
-        return self._record(_update_dtype(max(1, rows)))
+    def update(self, rows: int) -> UpdatePlace:
+        """Where an UPDATE is."""
+        if len(self._update.keys) != rows:
+            self._update = UpdatePlace(*self._views(_update_dtype(rows)))
+        return self._update
 
-    def _record(self, dtype: np.dtype[Any]) -> np.void:
-        record: np.void = self._rows[: dtype.itemsize].view(dtype)[0]
-        return record
+    def _views(self, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+        """The fields of a record there, each an array (n,)."""
+        return [
+            self._rows[at : at + field.itemsize].view(field.base)
+            for field, at, *_ in (dtype.fields or {}).values()
+        ]
 
     @property
     def text(self) -> str:

@@ -34,7 +34,7 @@ from zapex.library.handle import (
 from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
-from zapex.replay.draw import Draw
+from zapex.replay.draw import gather
 from zapex.replay.sampling import METHODS
 from zapex.shm_ring import FULL
 from zapex.sumtree_numba import Method
@@ -103,10 +103,10 @@ class HandleLink:
                 raise PeerDied(f"the replay's owner (process {owner}) is gone: {error}") from error
             opened.callback(os.close, pidfd)
             self._opened = opened.pop_all()
-        self._requests = self.at.requests.producer()
+        self._requests, self._request = self.at.requests.producer(), np.empty(1, REQUEST)
         self._answers = self.at.answers.consumer()
         self._commits = self.at.commits.producer()
-        self._spin_s = spin_seconds(2)
+        self._spin_s = spin_seconds(1, 100e-6)  # this thread waits in any case
         self._poll = select.poll()
         for fd in (self._connection.fileno(), pidfd):
             self._waiter.watch(fd)
@@ -138,26 +138,32 @@ class HandleLink:
     def ask(self, kind: int, rows: int = 0) -> Answer:
         """Return the owner's answer, released. Raises the owner's error, PeerDied, PeerTimeout."""
         with self.lock:
-            answer = self.call(kind, rows)
+            a, b = self.call(kind, rows)
             words = self.at.text if kind == Request.STATS else ""
             self.release()
-            return Answer(int(answer["a"]), int(answer["b"]), words)
+            return Answer(a, b, words)
 
-    def call(self, kind: int, rows: int = 0, option: int = 0) -> np.void:
-        """As `ask`, with the lock held. The answer's transitions do not change until `release`."""
+    def call(self, kind: int, rows: int = 0, option: int = 0) -> tuple[int, int]:
+        """As `ask`, with the lock held: the answer's counts.
+
+        The answer's transitions do not change until `release`.
+        """
         self._check()
-        self._requests.try_offer(np.array([(kind, rows, option)], REQUEST))
+        self._request[0] = kind, rows, option
+        self._requests.try_offer(self._request)
         self._owner.wake()
-        ring = self.at.answers
         patience_s = self._timeout_s + (self._waits_s if self._limited else 0.0)
-        self._wait(lambda: ring.used, patience_s)
+        self._wait(self._has_answer, patience_s)
         sequence, _ = self._answers.poll(1)
-        answer: np.void = ring.record(sequence).copy()
-        if answer["error"]:
-            error = told(int(answer["error"]), self.at.text)
+        error, a, b = self.at.answers.record(sequence).item()
+        if error:
+            reason = told(error, self.at.text)
             self.release()
-            raise error
-        return answer
+            raise reason
+        return a, b
+
+    def _has_answer(self) -> bool:
+        return self.at.answers.used > 0
 
     def release(self) -> None:
         """Release the last answer."""
@@ -300,8 +306,9 @@ class HandleClient(ReplayClient):
         link, rows = self._link, batch.layout.batch_size
         with link.lock:
             link.call(Request.SAMPLE, rows, 2 * METHODS.index(method) + by_memory)
-            draw = Draw.read(link.at.draw(rows))
-            torn = draw.gather(link.store, batch, beta, by_memory=by_memory)
+            _, smallest, keys, indices, leaves = link.at.draw(rows)
+            least = smallest.item() if by_memory else 0.0
+            torn = gather(link.store, keys, indices, leaves, least, batch, beta)
             link.release()  # now slots that were evicted meanwhile may be filled again
             self.torn += torn
 
@@ -310,8 +317,8 @@ class HandleClient(ReplayClient):
 
     def _send_update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> Answer:
         rows = len(keys)
-        record = self._link.at.update(rows)
-        record["keys"][:rows], record["priorities"][:rows] = keys, priorities
+        place = self._link.at.update(rows)
+        place.keys[:], place.priorities[:] = keys, priorities
         return self._link.ask(Request.UPDATE, rows)
 
     def close(self) -> None:

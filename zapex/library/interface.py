@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -116,7 +117,7 @@ class ReplayInterface:
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         self._told = False  # that `extend` keeps too few
-        self._batch_layouts: dict[tuple[int, bool], BatchLayout] = {}
+        self._batch_layout = lru_cache(partial(BatchLayout, schema))
 
     def __repr__(self) -> str:
         schema = self.schema
@@ -264,7 +265,8 @@ class ReplayInterface:
                 f"got {batch_size}: draw several"
             )
         if out is None:
-            out = self.empty_batch(batch_size)
+            rows = whole(batch_size, "batch_size")
+            out = Batch.empty(self._batch_layout(rows, False), zeroed=False)
         elif out.layout.batch_size != batch_size:
             raise ConfigError(f"out has {out.layout.batch_size} rows, not {batch_size}")
         elif out.layout.schema is not self.schema and out.layout.schema != self.schema:
@@ -330,9 +332,7 @@ class ReplayInterface:
         if layout not in ("channels_first", "channels_last"):
             raise ConfigError(f'layout must be "channels_first" or "channels_last", got "{layout}"')
         wanted = whole(batch_size, "batch_size"), layout == "channels_last"
-        if wanted not in self._batch_layouts:
-            self._batch_layouts[wanted] = BatchLayout(self.schema, *wanted)
-        return Batch.empty(self._batch_layouts[wanted], pin_memory)
+        return Batch.empty(self._batch_layout(*wanted), pin_memory)
 
     # Hooks that depend on the place of the memory.
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COUNT, FREE, STATE
 from zapex.errors import ConfigError, NotEnoughData, ReplayError
+from zapex.library.handle import DrawPlace
 from zapex.machine.segment import Segment, share_in_place
 from zapex.replay.core import ReplayCore, ReplayLayout
-from zapex.replay.draw import Draw
 from zapex.replay.limiter import LimiterConfig, RateLimiter
 from zapex.replay.sampling import METHODS, batch_kernel
 from zapex.sumtree_numba import Method
@@ -118,17 +118,21 @@ class OwnedReplay(ReplayCore):
                 )
             self._count_sampled(rows)
 
-    def issue(self, batch_size: int, method: Method, by_memory: bool) -> Draw:
-        """Draw for a reader that gathers by itself. by_memory: it needs the smallest leaf.
+    def issue(self, place: DrawPlace, method: Method, by_memory: bool) -> None:
+        """Draw into `place`, for a reader that gathers by itself. The caller holds the lock.
 
-        If slots of these keys are evicted later, they wait in quarantine until `released()` counts
-        this answer. Raises NotEnoughData.
+        by_memory: the reader needs the smallest leaf. If slots of these keys are evicted later,
+        they wait in quarantine until `released()` counts this answer. Raises NotEnoughData,
+        ConfigError.
         """
+        total, smallest, keys, indices, leaves = place
+        batch_size = len(keys)
         self.demand(max(self.min_size_to_sample, batch_size))
-        draw = self.draw(batch_size, method, with_smallest=by_memory)
+        self.draw_into(keys, indices, leaves, method)
+        total[0] = self.tree.total
+        smallest[0] = self.tree.min_positive if by_memory else 0.0
         self._count_sampled(batch_size)
         self.issued += 1
-        return draw
 
     def _count_sampled(self, batch_size: int) -> None:
         self.sampled += batch_size

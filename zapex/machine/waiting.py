@@ -26,12 +26,12 @@ MAX_SLEEP_S = 0.1
 _SPIN_S = 20e-6
 
 
-def spin_seconds(roles: int) -> float:
+def spin_seconds(roles: int, most_s: float = _SPIN_S) -> float:
     """How long a role may spin before it sleeps; 0 if that would take a core from another role.
 
     roles: how many busy threads share the cores of this process (within a container's limit).
     """
-    return _SPIN_S if Machine.look().cores > roles else 0.0
+    return most_s if Machine.look().cores > roles else 0.0
 
 
 @kernel

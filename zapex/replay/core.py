@@ -19,8 +19,10 @@ from zapex.machine.offsets import align
 from zapex.machine.segment import private_bytes
 from zapex.replay.draw import Draw
 from zapex.replay.sampling import (
+    METHODS,
     NOT_A_KEY,
     REFUSED,
+    draw_kernel,
     forget_kernel,
     prioritise_kernel,
     reprioritise_kernel,
@@ -193,25 +195,42 @@ class ReplayCore:
     def draw(
         self, batch_size: int, method: Method = "stratified", *, with_smallest: bool = True
     ) -> Draw:
-        """Sample keys by priority. Raises NotEnoughData before `min_size_to_sample`.
+        """Sample keys by priority.
 
-        If it raises, the random state does not change.
+        Raises NotEnoughData before `min_size_to_sample`, ConfigError for no rows. Then the random
+        state does not change.
         """
         with self.lock:
             self.demand(self.min_size_to_sample)
-            before = self.rng.bit_generator.state
-            try:
-                indices, _ = self.tree.sample(batch_size, self.rng, method)
-            except NotEnoughData:
-                self.rng.bit_generator.state = before
-                raise
-            return Draw(
-                self.store.keys_of(indices, self.shard),
-                indices,
-                self.tree[indices],
-                self.tree.total,
-                len(self),
-                self.tree.min_positive if with_smallest else 0.0,
+            keys, indices = np.empty(batch_size, np.int64), np.empty(batch_size, np.int64)
+            leaves = np.empty(batch_size)
+            self.draw_into(keys, indices, leaves, method)
+            smallest = self.tree.min_positive if with_smallest else 0.0
+            return Draw(keys, indices, leaves, self.tree.total, len(self), smallest)
+
+    def draw_into(
+        self,
+        keys: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        leaves: NDArray[np.float64],
+        method: Method,
+    ) -> None:
+        """Sample keys, their indices and leaves (B,), with the lock held. As `draw`."""
+        if not len(keys):
+            raise ConfigError("batch_size must be at least 1, got 0")
+        if not self.tree.total > 0.0:
+            raise NotEnoughData("every priority is 0: there is nothing to draw")
+        distinct = method == "without_replacement"
+        before = self.rng.bit_generator.state if distinct else {}
+        self.rng.random(out=leaves)
+        drawn = draw_kernel(
+            METHODS.index(method), self.tree.arrays, self._slots, leaves, indices, keys
+        )
+        if drawn < len(keys):
+            self.rng.bit_generator.state = before
+            raise NotEnoughData(
+                f"{len(keys)} different transitions were asked for, only {drawn} have a "
+                "priority > 0"
             )
 
     def demand(self, transitions: int) -> None:

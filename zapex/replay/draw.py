@@ -53,8 +53,7 @@ class Draw:
 
     def weigh(self, weights: NDArray[np.float32], beta: float, *, by_memory: bool = False) -> None:
         """Write importance weights (B,), divided by the largest of the batch or of the memory."""
-        smallest = self.smallest if by_memory else self.leaves.min()
-        weigh_kernel(self.leaves, float(smallest), float(beta), weights)
+        weigh_kernel(self.leaves, float(self.smallest) if by_memory else 0.0, float(beta), weights)
 
     def gather(
         self, store: ChunkStore, batch: Batch, beta: float, *, by_memory: bool = False
@@ -63,9 +62,23 @@ class Draw:
 
         A torn row was overwritten during the copy: weight 0, key -1.
         """
-        batch.indices[:] = self.indices
-        self.weigh(batch.weights, beta, by_memory=by_memory)
-        torn = store.gather(self.keys, batch.layout, batch.memory, batch.keys)
-        if torn:
-            batch.weights[batch.keys == NO_KEY] = 0.0
-        return torn
+        smallest = self.smallest if by_memory else 0.0
+        return gather(store, self.keys, self.indices, self.leaves, smallest, batch, beta)
+
+
+def gather(
+    store: ChunkStore,
+    keys: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    leaves: NDArray[np.float64],
+    smallest: float,
+    batch: Batch,
+    beta: float,
+) -> int:
+    """`Draw.gather` of a draw's parts. smallest: a leaf; 0: the smallest of the batch."""
+    batch.indices[:] = indices
+    weigh_kernel(leaves, float(smallest), float(beta), batch.weights)
+    torn = store.gather(keys, batch.layout, batch.memory, batch.keys)
+    if torn:
+        batch.weights[batch.keys == NO_KEY] = 0.0
+    return torn

@@ -26,9 +26,31 @@ SlotArrays = tuple[Any, int, int]
 
 @kernel
 def weigh_kernel(leaves: Any, smallest: float, beta: float, weights: Any) -> None:
-    """weights[b] = (leaves[b] / smallest)^-beta."""
+    """weights[b] = (leaves[b] / smallest)^-beta. smallest 0: the smallest of `leaves`."""
+    if smallest == 0.0:
+        smallest = leaves.min()
     for b in range(leaves.shape[0]):
         weights[b] = (leaves[b] / smallest) ** -beta
+
+
+@kernel
+def draw_kernel(method: int, tree: TreeArrays, slots: SlotArrays, uniforms: Any, indices: Any,
+                keys: Any) -> int:  # fmt: skip
+    """Draw `indices` and their `keys` with `uniforms` in [0, 1), which then holds the leaves.
+
+    Returns how many were drawn: less than B only without replacement, and then without keys.
+    """
+    nodes, offsets, _ = tree
+    if method == WITHOUT_REPLACEMENT:
+        count = sample_distinct_kernel(nodes, offsets, indices, uniforms)
+        if count < len(indices):
+            return count
+    else:
+        sample_kernel(nodes, offsets, method == STRATIFIED, indices, uniforms)
+    for b in range(len(indices)):
+        uniforms[b] = nodes[indices[b]]  # a leaf over the total may be too small for a float64
+    keys_kernel(indices, *slots, keys)
+    return len(indices)
 
 
 @kernel
@@ -41,22 +63,14 @@ def batch_kernel(method: int, beta: float, by_memory: bool, tree: TreeArrays, sl
     copied. At the end `uniforms` holds the leaves. No process may write to live slots during the
     call.
     """
-    nodes, offsets, capacity = tree
-    if method == WITHOUT_REPLACEMENT:
-        count = sample_distinct_kernel(nodes, offsets, indices, uniforms)
-        if count < len(indices):
-            return count
-    else:
-        sample_kernel(nodes, offsets, method == STRATIFIED, indices, uniforms)
-    # (N q)^-beta over the largest of the batch or of the memory (Schaul et al. 2016, sec. 3.4): N
-    # is a factor of each weight and cancels.
-    for b in range(len(indices)):
-        uniforms[b] = nodes[indices[b]]  # a leaf over the total may be too small for a float64
-    smallest = min_positive_kernel(nodes, offsets, capacity) if by_memory else uniforms.min()
-    weigh_kernel(uniforms, smallest, beta, weights)
-    keys_kernel(indices, *slots, keys)
-    gather_kernel(keys, *rows, batch, keys)
-    return len(indices)
+    drawn = draw_kernel(method, tree, slots, uniforms, indices, keys)
+    if drawn == len(indices):
+        # (N q)^-beta over the largest of the batch or of the memory (Schaul et al. 2016, sec. 3.4):
+        # N is a factor of each weight and cancels.
+        smallest = min_positive_kernel(*tree) if by_memory else 0.0
+        weigh_kernel(uniforms, smallest, beta, weights)
+        gather_kernel(keys, *rows, batch, keys)
+    return drawn
 
 
 @kernel
