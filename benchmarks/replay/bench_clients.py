@@ -6,7 +6,8 @@ sample    512 Atari transitions (84x84x4, n = 3) into memory that was used befor
 update    update_priorities of these 512
 add       writer.add of 8 streams of Atari frames: what one step of all costs the actor
 extend    64 successive rows of one stream
-tiny      one row: sample(1) and update_priorities of one key; what a round trip costs
+tiny      one row: sample(1) and update_priorities of one key, call after call, both ends awake
+rare      sample(1) two milliseconds after the call before: the owner sleeps, and its core with it
 
 Every contender runs the same loop in a fresh process, its owner in another (but "local", its own);
 the rounds are interleaved. All memory has been written before the clock runs; inputs rotate over
@@ -40,6 +41,7 @@ from zapex import Column, PrioritizedReplay, Schema
 
 BATCH, STREAMS, ROWS, CAPACITY = 512, 8, 64, 16_384
 _ROTATING, _COLD_STEPS = 32, 512  # inputs of 3.6 MB and of 226 KB: together more than any cache
+CASES = ("sample", "update", "add", "extend", "tiny sample", "tiny update", "rare sample")
 SCHEMA = Schema(
     {"obs": Column((SIDE, SIDE), np.uint8, STACK), "action": Column((), np.int64)}, n_step=3
 )
@@ -102,6 +104,10 @@ def cases(replay: Any) -> dict[str, Callable[[], float]]:
         replay.sample(1, out=one)
         return clock_ns() - start
 
+    def rare_sample() -> float:
+        time.sleep(2e-3)
+        return tiny_sample()
+
     def tiny_update() -> float:
         start = clock_ns()
         replay.update_priorities(one.keys, errors[:1])
@@ -109,7 +115,7 @@ def cases(replay: Any) -> dict[str, Callable[[], float]]:
 
     return {
         "sample": sample, "update": update, "add": add, "extend": extend,
-        "tiny sample": tiny_sample, "tiny update": tiny_update,
+        "tiny sample": tiny_sample, "tiny update": tiny_update, "rare sample": rare_sample,
     }  # fmt: skip
 
 
@@ -127,7 +133,10 @@ def contender(name: str, pipe: Connection, target: Any, schema_file: str) -> Non
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         case, calls = order
-        pipe.send(float(np.median([found[case]() for _ in range(calls)])))
+        # After a pause, a virtual machine's cores take some milliseconds until both are there.
+        warm_up = 20 * calls if case.startswith("tiny") else 0
+        times = [found[case]() for _ in range(warm_up + calls)]
+        pipe.send(float(np.median(times[warm_up:])))
 
 
 def owner(pipe: Connection) -> None:
@@ -174,7 +183,7 @@ def measure(rounds: int, calls: int) -> dict[str, dict[str, dict[str, float]]]:
                 return work
 
             found: dict[str, dict[str, dict[str, float]]] = {}
-            for case in ("sample", "update", "add", "extend", "tiny sample", "tiny update"):
+            for case in CASES:
                 times = interleaved({n: run(n, case) for n in targets}, rounds, warm_up=1)
                 found[case] = {n: percentiles(values, 1e3) for n, values in times.items()}
             return found

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.replays import OURS
+from benchmarks.replay import bench_clients
 from tests.benchmarks.quick import check_figures, quick
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(450)]
@@ -115,7 +116,7 @@ def test_a_batch_has_as_many_bytes_from_several_replays_as_from_one(tmp_path: Pa
 def test_every_kind_of_client_makes_every_call_equally_often(tmp_path: Path) -> None:
     results = quick(tmp_path, "clients")
     check_figures(results)
-    assert set(results) == {"sample", "update", "add", "extend", "tiny sample", "tiny update"}
+    assert set(results) == set(bench_clients.CASES)
     for by_client in results.values():
         assert set(by_client) == {"local", "moved", "handle", "url"}
         assert {one["n"] for one in by_client.values()} == {3}

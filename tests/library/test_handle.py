@@ -303,28 +303,19 @@ def test_a_client_that_goes_without_a_word_is_forgotten():
     replay.close()
 
 
-def test_an_owner_waits_awake_for_who_asks_at_once_again_and_not_for_others():
+def test_an_owner_waits_awake_only_for_who_asks_soon_again():
     requests = iter([True])
     server = types.SimpleNamespace(
-        _spin_s=1e-3, _answered=0, _sleepy_until=0, _is_ready=lambda: next(requests, False)
-    )
-
-    def stays_awake():
-        return HandleServer._stays_awake(server)
-
-    assert not stays_awake()  # nobody has asked yet
-    server._answered = 1
-    assert stays_awake()
-    assert not stays_awake()  # nothing was answered since
-    server._answered = 2
-    assert not stays_awake()  # the next one does not come in time
-    asleep_until = server._sleepy_until
-    assert asleep_until > 10
-    requests = iter([True, True])
-    server._answered = asleep_until
-    assert not stays_awake()
-    server._answered += 1
-    assert stays_awake()
+        _spin_s=DEADLINE_S, _answered_s=time.monotonic(), _asks_soon=False, _sleepy=0,
+        _is_ready=lambda: next(requests, False),
+    )  # fmt: skip
+    assert not HandleServer._stays_awake(server)  # the last two answers were far apart
+    server._asks_soon = True
+    assert HandleServer._stays_awake(server)
+    server._spin_s = 1e-3
+    assert not HandleServer._stays_awake(server)  # none came in time
+    assert not server._asks_soon
+    assert server._sleepy
 
 
 def test_slots_that_a_reader_holds_are_filled_last_and_their_rows_come_back_torn():

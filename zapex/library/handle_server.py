@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 _CLOSE_S = 10.0
 _DEFERRED_S = 1e-3  # between two checks of a request that waits for the limiter
-_SLEEPY_ANSWERS = 16
+_BREAK_S = 2e-3  # without an answer; then a client that asks again may do so more often
+_SLEEPY_ANSWERS = 8  # answers after which nobody is waited for, since one did not come
 _NO_CLIENT = -1
 
 
@@ -102,7 +103,7 @@ class HandleServer:
         self._numbers = 0
         self._holders = np.full(replay.store.slots, _NO_CLIENT, np.int64)
         self._answer = np.empty(1, ANSWER)
-        self._answered = self._sleepy_until = 0  # answers so far
+        self._answered_s, self._asks_soon, self._sleepy = 0.0, False, 0
         self._spin_s = spin_seconds(1, 100e-6)
         self._stopping = False
         self._handlers: dict[int, Callable[[OwnerLink, int, int], tuple[int, int] | None]] = {
@@ -158,20 +159,17 @@ class HandleServer:
             self._hang_up()
 
     def _stays_awake(self) -> bool:
-        """After an answer, wait for the next request without sleep. Returns whether it came.
+        """After an answer to a client that asks soon again, wait for it without sleep.
 
-        To sleep and to be woken takes longer than a small request. A client that lets this thread
-        wait in vain is not waited for again for some requests.
+        Returns whether a request came. To sleep and to be woken takes longer than a small request.
         """
-        if not self._spin_s or self._answered <= self._sleepy_until:
-            return False
-        spun_until_s, nothing = time.monotonic() + self._spin_s, select.poll()
-        self._sleepy_until = self._answered
-        while time.monotonic() < spun_until_s:
+        nothing = select.poll()
+        while self._asks_soon and time.monotonic() < self._answered_s + self._spin_s:
             if self._is_ready():
                 return True
             nothing.poll(0)  # other threads may have the interpreter; time.sleep(0) takes 80 us
-        self._sleepy_until += _SLEEPY_ANSWERS
+        if self._asks_soon:
+            self._asks_soon, self._sleepy = False, _SLEEPY_ANSWERS  # in vain
         return False
 
     def _is_ready(self) -> bool:
@@ -307,7 +305,10 @@ class HandleServer:
         link.requests.release(1)
         link.answers.try_offer(self._answer)
         link.client.wake()
-        self._answered += 1
+        before_s, self._answered_s = self._answered_s, time.monotonic()
+        gap_s = self._answered_s - before_s
+        self._sleepy = max(0, self._sleepy - 1) if gap_s < _BREAK_S else 0
+        self._asks_soon = gap_s < 4 * self._spin_s and not self._sleepy  # both may have slept
 
     # Each handles one request. Returns the answer's a and b; None: not yet. Raises ZapexError.
 
