@@ -77,6 +77,80 @@ def hosts_of(directory: Path) -> list[psutil.Process]:
 
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
+def test_cartpole_is_solved_on_three_nodes_of_which_one_is_killed(
+    cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from zapex.clusters.launched import settings_of
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file, directory = tmp_path / "run.toml", tmp_path / "launch"
+    settings = {
+        "env": {"env": "CartPole-v1"},
+        "run": {"preset": "laptop", "stop_at_return": 475.0, "max_minutes": 8.0},
+        # It learns late: a second node has joined before it is solved.
+        "replay": {"capacity": 100_000, "learning_starts": 40_000},
+        "actor": {"envs_per_actor": 1},
+        "learner": {"learner_threads": 1},
+    }
+    file.write_text(settings_of(settings) + TABLE.format(address=cluster.address))
+    run = Launch(capsys, directory)
+
+    def acknowledged(index: int) -> float:
+        return float(run.snapshot(f"actor-{index}")["relay"].get("acknowledged", 0))
+
+    with started("launch", str(file), "--name", "s", "--dir", str(directory)) as launcher:
+        run.wait_for((directory / "learner-0").is_dir, "a learner", launcher)
+        first = cluster.add_node(num_cpus=3, **NODE)
+        run.wait_for(lambda: acknowledged(0) > 5, "chunks", launcher)
+        cluster.add_node(num_cpus=3, **NODE)
+        run.wait_for(lambda: acknowledged(1) > 5, "chunks of a second host", launcher)
+        cluster.remove_node(first, allow_graceful=False)
+        assert launcher.wait(500) == 0, run.log("learner")
+    result = json.loads((directory / "learner-0" / "result.json").read_text())
+    assert result["last"]["mean"] >= 475, result
+    hosts = directory.glob("actor-*")
+    sent = sum(run.snapshot(path.name)["relay"]["transitions"] for path in hosts)
+    assert 0 < sent <= run.snapshot("replay-0")["replay"]["inserted"]
+    run.wait_for(lambda: not hosts_of(directory), "the end of all hosts")
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(600)
+def test_without_rays_head_a_run_goes_on_for_a_while_and_attach_says_what_is_lost(
+    cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from zapex.clusters.launched import settings_of
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file, directory = tmp_path / "run.toml", tmp_path / "launch"
+    file.write_text(settings_of(SETTINGS) + TABLE.format(address=cluster.address))
+    run = Launch(capsys, directory)
+
+    def batches() -> int:
+        return int(run.snapshot("learner-0")["totals"]["batches"])
+
+    with started("launch", str(file), "--name", "h", "--dir", str(directory)) as launcher:
+        run.wait_for((directory / "learner-0").is_dir, "a learner", launcher)
+        cluster.add_node(num_cpus=3, **NODE)
+        run.wait_for(lambda: batches() > 100, "batches", launcher)
+        cluster.head_node.kill_gcs_server()
+        before = batches()
+        run.wait_for(lambda: batches() > before + 100, "batches without the head")
+        attach = subprocess.run(
+            [sys.executable, "-m", "zapex", "launch", "--attach", str(directory)],
+            env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert attach.returncode == 2, attach
+        assert "Ray's head does not answer" in attach.stderr
+        assert launcher.wait(200) != 0  # who watched is told by Ray
+    run.wait_for(lambda: not hosts_of(directory), "the end of all hosts")
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(600)
 def test_ray_places_a_run_that_outlives_a_node_and_whoever_launched_it(
     cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

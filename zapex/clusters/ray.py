@@ -14,6 +14,7 @@ from typing import Any
 
 from zapex.clusters.host import KEYS, SETTINGS
 from zapex.clusters.placement import Group, Host, Placement
+from zapex.clusters.ray_head import connected
 from zapex.errors import ConfigError, ZapexError
 
 NAMESPACE = "zapex"
@@ -35,20 +36,7 @@ class Ray:
     def ray(self) -> Any:
         """Ray, connected. Raises ConfigError."""
         if self._ray is None:
-            try:
-                ray = import_module("ray")
-                import_module("nacl.public")
-            except ModuleNotFoundError as error:
-                raise ConfigError(f'this needs {error.name}: pip install "zapex[ray]"') from None
-            if not ray.is_initialized():
-                try:
-                    ray.init(
-                        self.table.address, namespace=NAMESPACE, log_to_driver=False,
-                        logging_level="ERROR",
-                    )  # fmt: skip
-                except (ConnectionError, ValueError, RuntimeError) as error:
-                    raise ConfigError(f"[ray] address {self.table.address}: {error}") from None
-            self._ray = ray
+            self._ray = connected(self.table.address, NAMESPACE)
         return self._ray
 
     def _options(self, group: Group) -> dict[str, Any]:
