@@ -116,5 +116,6 @@ def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
         re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
     ):
         exec(compile(block, f"docs/python.md, block {number}", "exec"), names)
-    assert re.search(r"steps, mean return [\d.]+", capsys.readouterr().out)
+    # So short a run may be over before its first report, which is due after a second.
+    assert "2,000 frames are played" in capsys.readouterr().out
     assert names["result"].steps >= 2000
