@@ -272,7 +272,13 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained")
+    wide = min(3, len(results))
+    high = -(-len(results) // wide)
+    figure, axes = plt.subplots(
+        high, wide, figsize=(4.4 * wide, 4.2 * high), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(results) :]:
+        axis.remove()
     for axis, (part, by_call) in zip(axes.flat, results.items(), strict=False):
         for name, found in by_call.items():
             xs = [int(x) for x in found["curve"]]
@@ -287,7 +293,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         axis.set(xscale="log", yscale="log", title=part, ylabel="us a call")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     figure.suptitle("medians, p99 (dashed) and p99.9 (dotted)")
     figure.savefig(path, dpi=120)
 
