@@ -202,8 +202,9 @@ class ReplayCore:
         """
         with self.lock:
             self.demand(self.min_size_to_sample)
-            keys, indices = np.empty(batch_size, np.int64), np.empty(batch_size, np.int64)
-            leaves = np.empty(batch_size)
+            rows = max(batch_size, 0)  # draw_into refuses none
+            keys, indices = np.empty(rows, np.int64), np.empty(rows, np.int64)
+            leaves = np.empty(rows)
             self.draw_into(keys, indices, leaves, method)
             smallest = self.tree.min_positive if with_smallest else 0.0
             return Draw(keys, indices, leaves, self.tree.total, len(self), smallest)
