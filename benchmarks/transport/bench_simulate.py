@@ -4,7 +4,7 @@
 
 Paced roles (real replay servers, real links, chunks of Breakout, no torch) work at a given pace:
 an actor sleeps where it would play, pushes 800 transitions and waits until they are acknowledged;
-the learner has two batches asked for ahead and sleeps where it would learn. 1 to 16 actors, 1 to 4
+the learner has two batches under way and sleeps where it would learn. 1 to 16 actors, 1 to 4
 shards, without and with shaped links (long_link.py: one for all actors, one for the learner).
 
 The model gets the paces, the links and the times that `zapex simulate` measures here
@@ -50,7 +50,6 @@ GOAL = 0.10
 _START_S = 120.0
 _PORTS = count(7600)
 _PUBLISH_S = 2.0
-_AHEAD = PREFETCH + 1  # the paced learner asks again before it learns, the model's afterwards
 _BESIDE_S = 8.0  # of a point: start and warm-up
 DIRECT = Line()
 
@@ -132,7 +131,22 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
 
 
 class _Learner(ends.LinkLearner):
-    """It publishes as a real one does: without waiting."""
+    """It asks for one more batch once it has learned from one, and publishes without waiting.
+
+    A real one does so, too, and the model. A learner that asks before it learns has another rate
+    where round trips limit it.
+    """
+
+    def sample(self) -> None:
+        """The batch that was asked for longest ago."""
+        self._client.wait_for_batch()
+        self.take(self._client.samples)
+        self.pulled += len(self._priorities)
+
+    def update(self) -> None:
+        """New priorities, on their way, and a request."""
+        super().update()
+        self._client.samples.request()
 
     def set(self) -> None:
         """New parameters, on their way."""
@@ -181,7 +195,7 @@ def predicted(point: Point, times: Times, found: dict[str, Any], quick: bool) ->
         actors=point.actors, per_host=1, rows=sum(setting.rows), play_s=point.actor_s,
         chunk_bytes=round(found["push_bytes"] / burst), batch=setting.batch,
         batch_bytes=round(found["batch_bytes"]), parameter_bytes=PARAMETER_BYTES,
-        learn_s=point.learner_s, times=times, burst=burst, ahead=0, prefetch=_AHEAD,
+        learn_s=point.learner_s, times=times, burst=burst, ahead=0, prefetch=PREFETCH,
         publish_s=_PUBLISH_S, shards=point.shards,
         site=Link(point.site.mbit / 1e3, point.site.rtt_ms),
         learner=Link(point.far.mbit / 1e3, point.far.rtt_ms),

@@ -79,6 +79,30 @@ class _Direction:
         return self.free_at + line.rtt_ms / 2e3 + late_s
 
 
+class _UnderWay:
+    """What is between the ends of a connection, in its order: parts, and when each is due."""
+
+    def __init__(self) -> None:
+        self._parts: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        self._nbytes = 0
+        self._changed = asyncio.Condition()
+
+    async def put(self, due_s: float, data: bytes) -> None:
+        """Wait for room. The bytes count, not the parts: of a fast sender these are small."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._nbytes < _UNDER_WAY_BYTES)
+            self._nbytes += len(data)
+        self._parts.put_nowait((due_s, data))
+
+    async def get(self) -> tuple[float, bytes]:
+        """The next part."""
+        due_s, data = await self._parts.get()
+        async with self._changed:
+            self._nbytes -= len(data)
+            self._changed.notify()
+        return due_s, data
+
+
 class _Relay:
     def __init__(self) -> None:
         self.line = Line()
@@ -108,7 +132,7 @@ class _Relay:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction
     ) -> None:
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_UNDER_WAY_BYTES // _TURN)
+        under_way = _UnderWay()
         delivery = asyncio.create_task(self._deliver(under_way, writer))
         packer = zlib.compressobj(1)
         due_s = 0.0
@@ -121,16 +145,14 @@ class _Relay:
                 direction.passed += len(data)
                 # TCP delivers in order: what follows a loss waits for it.
                 due_s = max(due_s, await direction.take_turn(nbytes, line))
-                await under_way.put((due_s, data))
+                await under_way.put(due_s, data)
         except OSError:
             pass
         finally:
             delivery.cancel()
 
     @staticmethod
-    async def _deliver(
-        under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
-    ) -> None:
+    async def _deliver(under_way: _UnderWay, writer: asyncio.StreamWriter) -> None:
         while True:
             due_s, data = await under_way.get()
             if (wait_s := due_s - time.monotonic()) > 0:

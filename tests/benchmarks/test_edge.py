@@ -93,6 +93,21 @@ def test_a_long_link_has_its_rate_and_data_is_whole(ends):
     assert passed["up_on_the_line"] == passed["up"]
 
 
+def test_a_long_link_holds_many_small_parts_as_it_holds_few_large_ones(ends):
+    link, end = ends
+    parts, size = 3_000, 1_000
+    announce(end, parts * size)
+    link.set(Line(rtt_ms=20_000.0))
+    passed, deadline = 0, time.monotonic() + 8.0  # before the first has come
+    for _ in range(parts):
+        end.sendall(bytes(size))
+        time.sleep(1e-4)  # so that most are read one by one
+    while passed < parts * size and time.monotonic() < deadline:
+        passed += link.set(Line(rtt_ms=20_000.0))["up"]
+        time.sleep(0.05)
+    assert passed == parts * size
+
+
 def test_what_can_be_compressed_takes_less_of_the_line(ends):
     link, end = ends
     announce(end, 4_000_000)

@@ -1,6 +1,6 @@
 """A day of hosts that come, leave, die, fall silent and return, under a simulated clock.
 
-    python -m tests.stress.churn_hours [--hours 24] [--seed 1]
+    python -m tests.stress.churn_hours [--hours 24] [--seed 1] [--json F]
 
 The roster and the sessions are the real ones; only time is not. 64 hosts, 100 joins and leaves a
 minute, a heartbeat every few seconds, a server that is started again on the same memory now and
@@ -18,9 +18,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.support.harness import add_json, evidence
+from benchmarks.support.machine import Watch
 from tests.fuzz.decoders import FORM
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import HEADER_WORDS
@@ -202,11 +205,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hours", type=float, default=24.0, help="of the simulated clock")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    began_s = time.monotonic()
+    watch, began_s = Watch(), time.monotonic()
     counts = Churn(options.seed).run(options.hours)
-    print(json.dumps({"hours": options.hours, "took_s": round(time.monotonic() - began_s, 1),
-                      **counts}, indent=1))  # fmt: skip
+    facts = {"hours": options.hours, "took_s": round(time.monotonic() - began_s, 1), **counts}
+    print(json.dumps(facts, indent=1))
+    if options.json:
+        add_json(options.json, "churn", "day", facts, evidence(watch, None))
     return 0
 
 
