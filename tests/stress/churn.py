@@ -100,7 +100,7 @@ class Server:
         self.intake = Intake(
             self.source, self.replay, limits, actors=NUMBERS, streams_per_actor=streams
         )
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter({"refused": 0, "refused wrongly": 0})
         self.taken: Counter[int] = Counter()  # chunks, by host
         self._seen: set[tuple[int, ...]] = set()
         self._had: dict[int, tuple[int, ...]] = {}
