@@ -11,12 +11,13 @@ from typing import Any
 
 from benchmarks.claims import claims as book
 from benchmarks.replay import bench_scale, bench_sumtree
-from benchmarks.transport import bench_transport
+from benchmarks.transport import bench_simulate, bench_transport
 
 PLOTS: dict[str, Callable[[Any, Path], None]] = {
     "sumtree": lambda results, path: bench_sumtree.plot(results["sweep"], path),
     "scale": bench_scale.plot,
     "transport": bench_transport.plot,
+    "simulate": lambda results, path: bench_simulate.draw(results["points"], path, quick=False),
 }
 
 
