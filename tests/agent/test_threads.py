@@ -1,8 +1,8 @@
-"""The trial of threads, on a clock that only its steps move."""
+"""The trial of threads, and threads that follow idle cores, on clocks that only steps move."""
 
 import pytest
 
-from zapex.agent.threads import fastest
+from zapex.agent.threads import IdleCores, fastest
 
 
 class Machine:
@@ -41,3 +41,92 @@ def test_the_trial_ends_after_about_a_second() -> None:
     machine = Machine({1: 0.4, 2: 0.2, 4: 0.1})
     assert machine.fastest(64) == 1
     assert machine.tried == [1, 1]
+
+
+class Run:
+    """A learner on a machine of `cores`, whose actors want so many of them.
+
+    Every further thread adds `gain` threads' speed, and uses `use` of a core.
+    """
+
+    def __init__(
+        self, cores: int = 2, actors: float = 0.0, gain: float = 0.9, use: float = 1.0
+    ) -> None:
+        self.cores, self.actors, self.gain, self.use = cores, actors, gain, use
+        self.now_s = self.idle_s = self.used_s = 0.0
+        self.threads, self.tried = 1, []
+        self.team = IdleCores(
+            1, cores, idle_s=lambda: self.idle_s, used_s=lambda: self.used_s,
+            set_threads=self.set_threads, clock_s=lambda: self.now_s,
+        )  # fmt: skip
+
+    def set_threads(self, threads: int) -> None:
+        self.threads = threads
+        self.tried.append(threads)
+
+    def learn(self, seconds: float, share: float = 1.0) -> int:
+        """Learn for so long, `share` of the time; returns steps."""
+        end_s, steps = self.now_s + seconds, 0
+        while self.now_s < end_s:
+            has = min(self.threads, self.cores - min(self.actors, self.cores / 2))
+            took_s = 0.1 / (1 + self.gain * (has - 1)) / share
+            self.now_s += took_s
+            used = share * (1 + self.use * (has - 1))
+            self.used_s += used * took_s
+            self.idle_s += max(0.0, self.cores - self.actors - used) * took_s
+            steps += 1
+            self.team.look()
+        return steps
+
+
+def test_a_core_that_actors_leave_idle_is_the_learners() -> None:
+    run = Run(actors=0.2)
+    before, _, after = run.learn(9), run.learn(30), run.learn(9)
+    assert run.tried == [2]
+    assert after > 1.7 * before
+
+
+def test_on_many_cores_threads_are_added_one_by_one_and_never_more_than_cores() -> None:
+    run = Run(cores=6, actors=2.0)
+    run.learn(300)
+    assert run.tried == [2, 3, 4]
+    alone = Run(cores=3)
+    alone.learn(300)
+    assert alone.tried == [2, 3]
+
+
+def test_a_team_that_waits_for_its_parts_keeps_its_thread_while_others_need_none() -> None:
+    run = Run(actors=0.3, gain=0.2, use=0.4)
+    run.learn(100)
+    assert run.tried == [2]
+
+
+def test_actors_that_need_the_core_again_get_it_back() -> None:
+    run = Run(actors=0.2)
+    run.learn(30)
+    run.actors = 1.0
+    run.learn(30)
+    assert run.tried == [2, 1]
+    run.actors = 0.2
+    run.learn(30)
+    assert run.tried == [2, 1, 2]
+
+
+def test_busy_actors_leave_the_learner_the_thread_that_it_has() -> None:
+    run = Run(actors=1.0)
+    run.learn(100)
+    assert run.tried == []
+
+
+def test_a_thread_that_gains_nothing_is_given_back_and_not_tried_for_minutes() -> None:
+    run = Run(actors=0.2, gain=0.02)
+    run.learn(200)
+    assert run.tried == [2, 1]
+    run.learn(300)
+    assert run.tried == [2, 1, 2, 1]
+
+
+def test_a_learner_that_waits_for_batches_gets_no_more_threads() -> None:
+    run = Run(actors=0.5)
+    run.learn(100, share=0.5)
+    assert run.tried == []

@@ -1,12 +1,13 @@
 """Machine: what a run may use, within a container's limits, from the kernel's files."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from zapex.machine.resources import Machine, numa_nodes, parse_cpus
+from zapex.machine.resources import Machine, idle_seconds, numa_nodes, parse_cpus
 
 GIB = 2**30
 
@@ -33,6 +34,17 @@ def test_a_containers_limits_count_in_cgroup_version_2(tmp_path: Path) -> None:
         },
     )
     assert machine == Machine(cores=1, memory_bytes=3 * GIB // 2, gpus=0)
+
+
+def test_idle_time_is_that_of_the_cores_that_may_be_used(tmp_path: Path) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(
+        "cpu  9 9 9 9999 9 9 9 9\n"
+        + "".join(f"cpu{cpu} 7 0 5 150 50 0 1 0 0 0\n" for cpu in mine)
+        + f"cpu{max(mine) + 1} 7 0 5 900 90 0 1 0 0 0\nintr 5 6\n\n"
+    )
+    assert idle_seconds(tmp_path) == len(mine) * 200 / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_containers_limits_count_in_cgroup_version_1(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How many threads a learner on a CPU is fastest with: a short trial at its start."""
+"""How many threads a learner on a CPU is fastest with: a trial at its start, then as cores idle."""
 
 import time
 from collections.abc import Callable
@@ -7,6 +7,9 @@ import torch
 
 _GAIN = 0.95  # a larger team must take at most this share of the time
 _BUDGET_S = 1.0
+# Actors that wait for the learner play in leaps of some seconds: a period has several.
+_PERIOD_S, _AGAIN_S = 10.0, 300.0
+_IDLE, _NONE, _BUSY = 0.5, 0.1, 0.8  # of a core, the same, of the threads' cores
 
 
 def fastest(
@@ -35,6 +38,64 @@ def fastest(
         threads = min(2 * threads, most)
     set_threads(best)
     return best
+
+
+class IdleCores:
+    """One more thread for each core that idles, if steps gain by it; one less if cores are short.
+
+    A learner that is the bottleneck keeps actors waiting, and the cores that they leave idle are
+    the learner's. Call `look` after each step.
+
+    threads: those that the learner begins with, and its least. most: cores of the machine. idle_s:
+    seconds that cores have idled so far, of all together. used_s: of the learner's process.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        most: int,
+        *,
+        idle_s: Callable[[], float],
+        used_s: Callable[[], float] = time.process_time,
+        set_threads: Callable[[int], object] = torch.set_num_threads,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.threads = self._least = threads
+        self._most, self._set_threads = most, set_threads
+        self._idle_s, self._used_s, self._clock_s = idle_s, used_s, clock_s
+        self._slower = 0.0  # steps a second before the thread that is tried now; 0: none is
+        self._again_s = clock_s()  # when another may be tried
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps = 0
+        self._began_s = self._clock_s()
+        self._idled_s, self._worked_s = self._idle_s(), self._used_s()
+
+    def look(self) -> None:
+        """A step is over."""
+        self._steps += 1
+        seconds = self._clock_s() - self._began_s
+        if seconds < _PERIOD_S:
+            return
+        speed = self._steps / seconds
+        idle = (self._idle_s() - self._idled_s) / seconds
+        used = (self._used_s() - self._worked_s) / seconds
+        tried, self._slower = self._slower, 0.0
+        if tried and _GAIN * speed <= tried:
+            self._again_s = self._clock_s() + _AGAIN_S
+            self._set(self.threads - 1)
+        elif idle >= _IDLE and used >= _BUSY * self.threads and self.threads < self._most:
+            if self._clock_s() >= self._again_s:
+                self._slower = speed
+                self._set(self.threads + 1)
+        elif idle < _NONE and used < self.threads - _IDLE and self.threads > self._least:
+            self._set(self.threads - 1)
+        self._begin()
+
+    def _set(self, threads: int) -> None:
+        self.threads = threads
+        self._set_threads(threads)
 
 
 def _timed(step: Callable[[], object], clock_s: Callable[[], float]) -> float:

@@ -50,7 +50,8 @@ class LearnerConfig(SettingsGroup):
     precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
     """Precision of the learner's convolutions; heads, targets and loss are always float32."""
     learner_threads: int = bounded(1, low=0, local=True)
-    """Threads of the learner on a CPU; 0: as many as are fastest in a trial of a second."""
+    """Threads of the learner on a CPU; 0: as many as are fastest in a trial of a second, and one
+    more for each core that idles later, if that makes it faster."""
     gather_threads: int | None = bounded(None, low=0, high=64, local=True)
     """Threads that gather the next batch during a step, where the replay is on this host; left out:
     1 on a GPU, none on a CPU."""

@@ -39,7 +39,7 @@ def describe(config: Config, machine: Machine, roles: Collection[str], image: bo
             gpu = machine.gpu or "GPU"
             lines.append(f"learner: {gpu}, {_on_gpu(precision, machine, image)}")
         else:
-            threads = "" if config.learner.learner_threads else ", threads by a trial at its start"
+            threads = "" if config.learner.learner_threads else ", threads as cores idle"
             lines.append(f"learner: CPU, {_on_cpu(precision, machine, image)}{threads}")
     if "evaluator" in roles and config.evaluator.eval_period_s:
         lines.append(f"evaluator: CPU, {_on_cpu(config.actor.actor_precision, machine, image)}")

@@ -98,15 +98,8 @@ def _laptop_actors(host: Host) -> int:
 
 
 def _learner_threads(host: Host) -> int:
-    """0 is a trial at the start, where there is a choice."""
-    spare = host.machine.cores - 1
-    if host.part == "all":
-        spare -= _workstation_actors(host)
-    return 1 if host.machine.learns_on_gpu or spare < 2 else 0
-
-
-def _laptop_threads(host: Host) -> int:
-    return 1 if host.machine.cores - 1 - _laptop_actors(host) < 2 else 0
+    """0 is a trial at the start, and then one more for each core that idles."""
+    return 1 if host.machine.learns_on_gpu else 0
 
 
 def _large_capacity(host: Host) -> int:
@@ -162,7 +155,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "channels": (16, "half of the paper's filters: twice as many samples a second"),
         "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
         **_ONE_THREAD,
-        "learner_threads": (_laptop_threads, "two on two cores are slower than one; 0: tried"),
+        "learner_threads": (_learner_threads, "0: tried at the start, then as cores idle"),
     },
     ("laptop", "vector"): {
         "actors": (1, "one core acts, the other learns"),
@@ -181,7 +174,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "eval_period_s": (300.0, "often enough for a curve"),
         "env_threads": (1, "actors have a core each"),
         "actor_threads": (1, "actors have a core each"),
-        "learner_threads": (_learner_threads, "1 beside a GPU; 0: tried on the cores left"),
+        "learner_threads": (_learner_threads, "1 beside a GPU; 0: tried, then as cores idle"),
     },
     ("workstation", "vector"): {
         "actors": (_few_actors, "small tasks need few"),

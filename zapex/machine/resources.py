@@ -132,6 +132,15 @@ def open_files_limit() -> int:
     return hard
 
 
+def idle_seconds(root: Path = _ROOT) -> float:
+    """Seconds that the hardware threads of this process have idled so far, of all together."""
+    usable = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    lines = [line.split() for line in _read(root / "proc/stat").splitlines()]
+    # Idle, and idle while a disk works.
+    ticks = sum(int(words[4]) + int(words[5]) for words in lines if words and words[0] in usable)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def memory_fact(field: str, root: Path = _ROOT) -> int:
     """A field of /proc/meminfo, in bytes (or a count, if it has no unit); 0 if absent."""
     for line in _read(root / "proc/meminfo").splitlines():

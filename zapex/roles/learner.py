@@ -52,13 +52,20 @@ class Trainer(Protocol):
 class AtOnce:
     """The steps of a DQN that `begin` makes itself, as on a CPU.
 
-    complete: makes what the DQN learns from out of a batch; None: the batch is that already.
+    complete: makes what the DQN learns from out of a batch; None: the batch is that already. after:
+    is called after each step.
     """
 
     late = 0
 
-    def __init__(self, dqn: "DQN", complete: Callable[[Batch], Any] | None = None) -> None:
+    def __init__(
+        self,
+        dqn: "DQN",
+        complete: Callable[[Batch], Any] | None = None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
         self._dqn, self._complete = dqn, complete or (lambda batch: batch)
+        self._after = after
         self._done: deque[tuple[NDArray[np.float32], dict[str, float]]] = deque()
 
     def begin(self, batch: Batch, enter: Callable[[str], object]) -> None:
@@ -79,6 +86,7 @@ class AtOnce:
 
     def finish(self) -> tuple[NDArray[np.float32], dict[str, float], dict[str, float]]:
         """What came of the oldest step."""
+        self._after()
         return *self._done.popleft(), {}
 
 

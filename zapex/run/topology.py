@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from zapex.errors import Fenced, Refused, RunOver
 from zapex.host.metrics import Role
 from zapex.host.parts import Link
 from zapex.host.plan import EVALUATION_FIELDS, FENCED, NEWS, NOTICE, OVER, REFUSED
+from zapex.machine.resources import Machine, idle_seconds
 from zapex.processes.child import DutyCycle
 from zapex.replay.core import ReplayCore
 from zapex.run.keeping import Keeper
@@ -20,6 +22,9 @@ from zapex.run.run import NOT_ACTORS, Clock, Run
 from zapex.shm_transport import HostMemory
 from zapex.transport import ExperienceSource, ParameterSink, SampleSink, SampleSource
 from zapex.watch.report import TOTALS
+
+if TYPE_CHECKING:
+    from zapex.agent.threads import IdleCores
 
 Totals = Callable[[], dict[str, float]]
 _TRIAL_BATCH = 128
@@ -176,7 +181,7 @@ def make_learner(
     import torch
 
     from zapex.checkpoints.learner import RunCheckpoints
-    from zapex.roles.learner import Learner
+    from zapex.roles.learner import AtOnce, Learner
     from zapex.run.training import plan_training
 
     run, host, clock = start.run, start.host, start.clock
@@ -184,8 +189,12 @@ def make_learner(
     torch.manual_seed(config.run.seed)
     torch.set_num_threads(run.most_learner_threads())
     dqn = run.dqn()
-    if not config.learner.learner_threads and dqn.online.device.type == "cpu":
-        _choose_threads(run)
+    team = None
+    if (
+        not (config.learner.learner_threads or config.run.inline)
+        and dqn.online.device.type == "cpu"
+    ):
+        team = _choose_threads(run)
     checkpoints = RunCheckpoints(
         run.run_dir,
         run.spec,
@@ -204,6 +213,9 @@ def make_learner(
         dqn.target.load_flat(newest)
     learns = resolve_name(run.wrap)(dqn) if run.wrap else dqn
     training = plan_training(run, host, dqn, learns, replay_is_here=source is None)
+    trainer = training.trainer
+    if team is not None and trainer is None:
+        trainer = AtOnce(learns, after=team.look)
     return Learner(
         learns,
         source or host.sample_source(training.gather_threads, training.frames),
@@ -215,22 +227,30 @@ def make_learner(
         publish_period_s=config.learner.publish_period_s,
         clock_s=clock.now_s,
         first_version=max(checkpoints.version, int(start.totals().get("params_version", 0))),
-        trainer=training.trainer,
+        trainer=trainer,
     )
 
 
-def _choose_threads(run: Run) -> None:
+def _choose_threads(run: Run) -> "IdleCores":
     """Try how many threads are fastest, with networks of their own and small batches of zeros."""
-    from zapex.agent.threads import fastest
+    import torch
+
+    from zapex.agent.threads import IdleCores, fastest
     from zapex.chunks.batch import Batch
+
+    def set_threads(threads: int) -> None:
+        torch.set_num_threads(threads)
+        print(f"the learner takes {threads} thread(s)", flush=True)
 
     layout = run.plan.replay.schema, min(_TRIAL_BATCH, run.config.learner.batch_size)
     batch = Batch.empty(BatchLayout(*layout, channels_last=True))
     for column in batch.values():
         column[...] = 0
     most, dqn = run.most_learner_threads(), run.dqn()
-    threads = fastest(lambda: dqn.learn(batch), most)
-    print(f"the learner takes {threads} of at most {most} threads", flush=True)
+    threads = fastest(lambda: dqn.learn(batch), most) if most > 1 else 1
+    set_threads(threads)
+    cores = Machine.look().cores
+    return IdleCores(threads, cores, idle_s=idle_seconds, set_threads=set_threads)
 
 
 def make_evaluator(start: Start) -> DutyCycle:
