@@ -182,6 +182,7 @@ train SMALL --seeds 1,x                      | --seeds must be numbers with comm
 train SMALL --seeds 1,1                      | --seeds must name each seed once
 train SMALL --seeds 1,,2                     | --seeds must be numbers with commas
 train SMALL --seeds 1,2 --resume auto        | needs --run-dir
+launch                                       | `zapex launch` needs a file: zapex launch FILE
 plot                                         | `zapex plot` needs a directory: zapex plot RUN ...
 plot nothing                                 | nothing is not a run, and there is none in it
 plot taken --by sed                          | --by must be one of config, seed, got 'sed'

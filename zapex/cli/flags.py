@@ -129,7 +129,8 @@ def parse(
     if given.keys() & HELP.values():
         show_help(usage, what, vars(default), [kind])
     if positional and not optional and positional not in given:
-        raise ConfigError(f"`zapex {command}` needs a directory: zapex {usage}")
+        needed = "file" if positional == "file" else "directory"
+        raise ConfigError(f"`zapex {command}` needs a {needed}: zapex {usage}")
     return dataclasses.replace(default, **given)  # type: ignore[type-var]
 
 
