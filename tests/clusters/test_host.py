@@ -51,8 +51,8 @@ def home(tmp_path: Path) -> Path:
                   "--run-dir", "{run}", "--insecure-network"],
         "wrong": ["train", "--no-such-flag", "{url}"],
     }  # fmt: skip
-    facts = {"on": "slurm", "name": "a", "port": 0, "commands": commands, "ends": "learner"}
-    facts["advertise"] = "127.0.0.1"
+    facts = {"on": "slurm", "name": "a", "port": 0, "commands": commands, "ends": "learner",
+             "advertise": "127.0.0.1", "cores": {"learner": 3}}  # fmt: skip
     (tmp_path / "launch.json").write_text(json.dumps(facts))
     return tmp_path
 
@@ -64,6 +64,19 @@ def test_the_learners_end_is_the_runs_and_a_host_that_comes_later_ends_at_once(h
     late = Placed(home, "actor")
     assert late.ends() == 0
     assert "the run is over" in late.output.read_text()
+
+
+def test_the_command_knows_how_many_cores_it_was_given(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = home / "cores.txt"
+    (home / "sitecustomize.py").write_text(  # every Python runs it first
+        f"import os\nprint(os.environ.get('ZAPEX_CORES', 'none'), file=open({str(said)!r}, 'a'))\n"
+    )
+    monkeypatch.setitem(VARIABLES, "PYTHONPATH", f"{home}:{VARIABLES['PYTHONPATH']}")
+    (home / "replay.url").write_text("tcp://127.0.0.1:1\n")
+    assert Placed(home, "learner").ends() == 0
+    assert said.read_text().split() == ["none", "3"]
 
 
 def test_a_mistake_in_the_settings_is_not_tried_again(home: Path) -> None:

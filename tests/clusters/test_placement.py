@@ -71,6 +71,7 @@ def test_a_table_with_shards_has_so_many_replay_hosts_and_each_knows_which_it_is
     assert words[words.index("--actors") + 1] == "8"  # every actor may move to any of them
     assert "--shards" not in placement.command(actor)
     assert placement.facts()["shards"] == 3
+    assert placement.facts()["cores"]["actor"] == 5
     scripts = Slurm(placement).text()
     assert "#SBATCH --array=0-2" in scripts
     assert "with_learner is for one replay" in mistake("[slurm]\nshards = 2\nwith_learner = true")

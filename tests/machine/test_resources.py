@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from zapex.machine.resources import Machine, idle_seconds, numa_nodes, parse_cpus
+from zapex.machine.resources import (
+    CORES_VARIABLE,
+    Machine,
+    given_cores,
+    idle_seconds,
+    numa_nodes,
+    parse_cpus,
+)
 
 GIB = 2**30
 
@@ -34,6 +41,15 @@ def test_a_containers_limits_count_in_cgroup_version_2(tmp_path: Path) -> None:
         },
     )
     assert machine == Machine(cores=1, memory_bytes=3 * GIB // 2, gpus=0)
+
+
+def test_a_scheduler_may_give_fewer_cores_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CORES_VARIABLE, raising=False)
+    cores = Machine.look().cores
+    assert given_cores() == cores
+    for given, usable in (("1", 1), ("1000", cores), ("0", 1), ("many", cores)):
+        monkeypatch.setenv(CORES_VARIABLE, given)
+        assert given_cores() == usable
 
 
 def test_idle_time_is_that_of_the_cores_that_may_be_used(tmp_path: Path) -> None:

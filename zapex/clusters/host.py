@@ -22,6 +22,7 @@ from typing import Any
 
 from zapex.errors import ConfigError
 from zapex.machine.disk import replace_whole
+from zapex.machine.resources import CORES_VARIABLE
 from zapex.processes.child import PARENT_VARIABLE, child_setup
 from zapex.processes.restarts import Died, Exited, GaveUp, ProcessSpec, status_in_words
 from zapex.processes.supervisor import Supervisor
@@ -136,7 +137,11 @@ class PlacedHost:
         own["index"] = self.index
         words = [word.format(**own) for word in self.facts["commands"][self.role]]
         argv = [sys.executable, "-P", "-m", "zapex.cli.as_child", self._name, ".", *words]
-        supervisor.start(ProcessSpec(name=self._name, argv=argv, log_path=self.log, restart=True))
+        cores = self.facts.get("cores", {}).get(self.role)
+        env = {CORES_VARIABLE: str(cores)} if cores else {}
+        supervisor.start(
+            ProcessSpec(name=self._name, argv=argv, log_path=self.log, restart=True, env=env)
+        )
         _tell(f"zapex {' '.join(words)}")
 
     def _published(self) -> str:

@@ -111,6 +111,7 @@ class Placement:
             "port": self.table.port,
             "grace_s": self.grace_s,
             "shards": self.table.shards,
+            "cores": {group.name: group.cores for group in self.groups},
             "commands": {group.name: self.command(group) for group in self.groups},
             "ends": next(group.name for group in self.groups if group.part.learns),
             **more,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zapex.machine.gpu import Gpu
 
+CORES_VARIABLE = "ZAPEX_CORES"
 _ROOT = Path("/")
 
 
@@ -130,6 +131,15 @@ def open_files_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+def given_cores() -> int:
+    """Cores that a learner may fill: this machine's, but no more than its scheduler gave it.
+
+    A scheduler may count cores without keeping its processes to them, as Ray does.
+    """
+    given, cores = os.environ.get(CORES_VARIABLE, ""), Machine.look().cores
+    return max(1, min(cores, int(given))) if given.isdecimal() else cores
 
 
 def idle_seconds(root: Path = _ROOT) -> float:

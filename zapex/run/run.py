@@ -17,7 +17,7 @@ from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part, PartName
 from zapex.host.plan import HostPlan
 from zapex.machine.exchange import ExchangeShape
-from zapex.machine.resources import Machine
+from zapex.machine.resources import given_cores
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.wire.header import Form
@@ -268,7 +268,7 @@ class Run:
             self.acting_threads(role) for _, role in self.plan.roles
             if role not in ("learner", "evaluator")
         )  # fmt: skip
-        return max(1, Machine.look().cores - others)
+        return max(1, given_cores() - others)
 
     def acting_threads(self, role: Role) -> int:
         """Threads that one process of a role other than the learner keeps busy."""

@@ -14,7 +14,7 @@ from zapex.errors import Fenced, Refused, RunOver
 from zapex.host.metrics import Role
 from zapex.host.parts import Link
 from zapex.host.plan import EVALUATION_FIELDS, FENCED, NEWS, NOTICE, OVER, REFUSED
-from zapex.machine.resources import Machine, idle_seconds
+from zapex.machine.resources import given_cores, idle_seconds
 from zapex.processes.child import DutyCycle
 from zapex.replay.core import ReplayCore
 from zapex.run.keeping import Keeper
@@ -249,8 +249,7 @@ def _choose_threads(run: Run) -> "IdleCores":
     most, dqn = run.most_learner_threads(), run.dqn()
     threads = fastest(lambda: dqn.learn(batch), most) if most > 1 else 1
     set_threads(threads)
-    cores = Machine.look().cores
-    return IdleCores(threads, cores, idle_s=idle_seconds, set_threads=set_threads)
+    return IdleCores(threads, given_cores(), idle_s=idle_seconds, set_threads=set_threads)
 
 
 def make_evaluator(start: Start) -> DutyCycle:
