@@ -90,9 +90,11 @@ def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> l
     return written
 
 
-def _more_needs(claims: Sequence[Claim], name: str) -> list[str]:
-    """What the claims of a measurement need: without it, the result would have gaps."""
-    return [need for claim in claims if claim.measurement.name == name for need in claim.needs]
+def _all_needs(measurement: Measurement, claims: Sequence[Claim]) -> tuple[str, ...]:
+    """What it and its claims need: without these, the result would have gaps."""
+    more = [need for claim in claims if claim.measurement == measurement for need in claim.needs]
+    needs = dict.fromkeys(("quiet", *measurement.needs, *more))
+    return tuple(need for need in needs if need != "quiet" or not measurement.counts)
 
 
 def _show(measurements: Sequence[Measurement], work: Path) -> None:
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     chosen = [
-        replace(one, needs=tuple(dict.fromkeys(("quiet", *one.needs, *_more_needs(claims, name)))))
+        replace(one, needs=_all_needs(one, claims))
         for name, one in named.items()
         if not options.only or name in options.only
     ]

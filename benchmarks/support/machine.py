@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LEAST_ROUNDS = 5
 FOREIGN_LIMIT, STEAL_LIMIT = 0.05, 0.01  # shares of all cores' time on a quiet machine
+CROWDED = "other processes took", "the hypervisor took"  # how doubts about these begin
 _PACKAGES = ("numpy", "numba", "llvmlite", "pyzmq", "torch", "gymnasium", "ale-py")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -127,7 +128,7 @@ def doubts(facts: dict[str, Any], during: dict[str, Any], rounds: int | None) ->
     if rounds is not None and rounds < LEAST_ROUNDS:
         found.append(f"{rounds} rounds, fewer than {LEAST_ROUNDS}")
     if during["foreign_cpu"] >= FOREIGN_LIMIT:
-        found.append(f"other processes took {during['foreign_cpu']:.1%} of the processor")
+        found.append(f"{CROWDED[0]} {during['foreign_cpu']:.1%} of the processor")
     if during["steal"] >= STEAL_LIMIT:
-        found.append(f"the hypervisor took {during['steal']:.1%} of the processor")
+        found.append(f"{CROWDED[1]} {during['steal']:.1%} of the processor")
     return found

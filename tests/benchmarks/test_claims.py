@@ -1,5 +1,6 @@
 """What the documentation claims is what results say, and a claim that does not hold is told."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from benchmarks.claims import claims as book
 from benchmarks.claims import measure_all, numbers, plots, reproduce
+from benchmarks.support import machine
 
 SEEN = {
     "results": {
@@ -185,6 +187,16 @@ def test_a_result_that_is_a_list_of_points_has_the_figures_and_doubts_of_each(
     assert book.doubts_of(rows, one.measurement) == ["dirty"]
     rows.append({**rows[1], "actors": 2, "modelled": True, "machine": {}})
     assert book.doubts_of(rows, one.measurement) == ["dirty"]
+
+
+def test_a_busy_machine_is_no_doubt_about_what_only_counts() -> None:
+    during = {"commit": "abc-dirty", "foreign_cpu": 0.5, "steal": 0.5}
+    report = {"doubts": machine.doubts({"commit": "abc-dirty"}, during, None)}
+    timed = book.Measurement("one", "true", "one.json", 1, 1)
+    counted = dataclasses.replace(timed, counts=True)
+    assert len(book.doubts_of(report, timed)) == 3
+    assert book.doubts_of(report, counted) == ["uncommitted changes (abc-dirty)"]
+    assert book.doubts_of({}, counted) == ["it does not say what else the machine did"]
 
 
 def test_every_number_of_the_texts_is_that_of_its_claim_and_of_the_newest_result() -> None:
