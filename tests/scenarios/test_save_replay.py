@@ -141,7 +141,8 @@ def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memo
         again.wait_for(lambda: live(again) > loaded > 0, "more transitions")
         for part in (actor, learner, again):
             assert part.ends(IN_TIME_S, signal.SIGINT) == 0, part.output
-        assert number(again.output, "saved in") >= loaded  # it may have been full
+        # It may have been full; then room is made before more comes.
+        assert number(again.output, "saved in") > 0.9 * loaded
 
 
 @needs_redis

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.stress.placed_account import At, account
+from tests.stress.placed_account import At, account, unaccounted
 from tests.stress.placed_kills import wrong
 from tests.support import slurm
 
@@ -33,6 +33,15 @@ def test_a_transition_is_where_it_should_be_or_it_is_lost_doubled_or_went_with_i
     more = less + Counter({(_B, 0): 1})
     twice = {"found_once": 2, "lost": 1, "doubled": 1}
     assert account(acknowledged, more, set()) == fine | twice
+
+
+def test_what_came_and_was_overwritten_between_two_looks_must_be_in_a_memory() -> None:
+    acknowledged, made = {_A: {0, 1, 2}, _B: {0, 1}}, {_A: 3, _B: 4}
+    known = {(_A, 0), (_A, 1), (_B, 3), ((9, 9), 5)}
+    assert unaccounted(5, acknowledged, made, known) == 0
+    assert unaccounted(7, acknowledged, made, known) == 2
+    assert unaccounted(7, acknowledged, made, known | {(_A, 3), (_A, 4)}) == 0
+    assert unaccounted(7, acknowledged, made, known | {(_A, 3)}) == 1
 
 
 def test_only_a_run_with_shards_may_lose_a_replays_memory() -> None:
