@@ -242,12 +242,13 @@ def _choose_threads(run: Run) -> "IdleCores":
         torch.set_num_threads(threads)
         print(f"the learner takes {threads} thread(s)", flush=True)
 
-    layout = run.plan.replay.schema, min(_TRIAL_BATCH, run.config.learner.batch_size)
-    batch = Batch.empty(BatchLayout(*layout, channels_last=True))
-    for column in batch.values():
-        column[...] = 0
-    most, dqn = run.most_learner_threads(), run.dqn()
-    threads = fastest(lambda: dqn.learn(batch), most) if most > 1 else 1
+    threads, most = 1, run.most_learner_threads()
+    if most > 1:
+        layout = run.plan.replay.schema, min(_TRIAL_BATCH, run.config.learner.batch_size)
+        batch, dqn = Batch.empty(BatchLayout(*layout, channels_last=True)), run.dqn()
+        for column in batch.values():
+            column[...] = 0
+        threads = fastest(lambda: dqn.learn(batch), most)
     set_threads(threads)
     return IdleCores(threads, given_cores(), idle_s=idle_seconds, set_threads=set_threads)
 
