@@ -43,11 +43,11 @@ def _path(measurement: Measurement, work: Path) -> Path:
 
 def _wait_until_possible(measurement: Measurement, until_s: float) -> str:
     """Why it cannot be measured, after waiting for what may change; empty if it can."""
-    told = ""
+    told, stays = "", tuple(need for need in measurement.needs if need != "quiet")
     while why := book.why_not(measurement.needs, measurement.memory_gib):
-        changes = "quiet" in measurement.needs and book.NEEDS["quiet"]()
-        if not changes or time.monotonic() > until_s:
-            return why
+        for_good = book.why_not(stays, measurement.memory_gib)
+        if for_good or time.monotonic() > until_s:
+            return for_good or why
         if not told:
             print(f"  waiting: {why}", flush=True)
             told = why

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,18 @@ def test_a_result_that_is_a_list_of_points_has_the_figures_and_doubts_of_each(
     assert book.doubts_of(rows, one.measurement) == ["dirty"]
     rows.append({**rows[1], "actors": 2, "modelled": True, "machine": {}})
     assert book.doubts_of(rows, one.measurement) == ["dirty"]
+
+
+def test_a_machine_that_becomes_quiet_between_two_looks_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter(["busy"])
+    monkeypatch.setitem(book.NEEDS, "quiet", lambda: next(found, ""))
+    monkeypatch.setattr(measure_all, "_LOOK_S", 0.0)
+    claim: dict[str, object] = {"id": "id-one", "at": "results.slow.p50", "published": [9, 10, 11]}
+    one = book.load(write_claims(tmp_path, [claim]))[0][0].measurement
+    needs = dataclasses.replace(one, needs=("quiet",))
+    assert measure_all.measure(needs, tmp_path, time.monotonic() + 60).startswith("doubtful")
 
 
 def test_a_busy_machine_is_no_doubt_about_what_only_counts() -> None:
