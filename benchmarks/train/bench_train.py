@@ -15,6 +15,7 @@ what came out: nothing here fails because a machine is slow.
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks.support.harness import arguments, write_json
 from benchmarks.train.acting import acting
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--train", nargs="*", default=[], help="further flags of `zapex train`, after all others"
     )
-    own, found = (list(sys.argv[1:] if argv is None else argv), [])
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, found = words, []
     if "--train" in own:
         own, found = own[: own.index("--train")], own[own.index("--train") + 1 :]
     options = parser.parse_args(own)
@@ -73,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = MEASUREMENTS[options.measurement](options, spec)
     write_json(
         options, f"train {options.measurement}", result, rounds=options.rounds,
-        command=sys.argv[1:], environment=spec.env_id,
+        # Of the file its name alone: where it lies says nothing about the result.
+        command=[Path(w).name if options.json == Path(w) else w for w in words],
+        environment=spec.env_id,
     )  # fmt: skip
     return 0
 

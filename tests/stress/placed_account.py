@@ -245,13 +245,13 @@ class Witness:
         there: Counter[At] = Counter()
         for life in self.living("replay"):
             there.update(memory_of(life.memory.store(), *self._rule))
+        known = there.keys() | self.gone
         acknowledged: dict[Who, set[int]] = {}
         unseen = 0
         for life in self.lives:
             if (handed_over := life.handed_over) is not None:
                 found = handed_over.end()
                 acknowledged |= found
-                known = there.keys() | self.gone
                 unseen += unaccounted(life.count("transitions"), found, handed_over.made, known)
         found_here = account(acknowledged, there, self.gone)
         return {**found_here, "acknowledged_unseen": unseen, "streams": len(acknowledged)}
