@@ -17,7 +17,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,9 @@ from typing import Any, NoReturn
 import hypothesis  # noqa: F401  # for the forks
 import numba
 import pytest
+
+from benchmarks.support.harness import add_json, evidence
+from benchmarks.support.machine import Watch
 
 _HANGS_S = 300.0
 _STANDS_STILL_S = 10.0
@@ -213,8 +215,9 @@ def run(
             survivors.append(change)
     if tried != killed + len(survivors):
         raise SystemExit(f"{name}: it has changed since, or time was up: try all its changes again")
-    return {"places": len(places), "mutants": tried, "killed": killed, "score": killed / tried,
-            "interval": interval(killed, tried), "survivors": survivors}  # fmt: skip
+    return {"seed": chosen.seed, "places": len(places), "mutants": tried, "killed": killed,
+            "score": killed / tried, "interval": interval(killed, tried),
+            "survivors": survivors}  # fmt: skip
 
 
 def _told(file: str, source: str, node: Any, other: ast.AST) -> str:
@@ -236,13 +239,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="modules that it has and this run has not stay")
     parser.add_argument("--again", action="store_true", help="only the survivors in --json's file")
     chosen = parser.parse_args()
+    if chosen.again and not (chosen.json and chosen.json.exists()):
+        parser.error("--again needs --json with a file that is there")
     os.nice(10)
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(
-        git, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
     found: dict[str, Any] = {}
-    if chosen.json and chosen.json.exists():
+    if chosen.again:
         found = json.loads(chosen.json.read_text())["results"]
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
@@ -252,13 +253,11 @@ def main() -> int:
         shutil.copytree(ROOT, tree, ignore=ignored)
         tests = Tests(tree)
         for name in chosen.module:
-            before = found[name] if chosen.again else None
-            facts = run(name, tests, chosen, before)
-            found[name] = {"commit": commit, "seed": chosen.seed, **facts}
-            print(json.dumps({name: found[name]}, indent=1), flush=True)
+            watch = Watch()
+            facts = run(name, tests, chosen, found.get(name))
+            print(json.dumps({name: facts}, indent=1), flush=True)
             if chosen.json:
-                report = {"benchmark": "mutants", "results": found}
-                chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+                add_json(chosen.json, "mutants", name, facts, evidence(watch, None))
     return 0
 
 

@@ -14,6 +14,7 @@ from zapex.machine.resources import (
     idle_seconds,
     numa_nodes,
     parse_cpus,
+    processor_seconds,
 )
 
 GIB = 2**30
@@ -60,7 +61,9 @@ def test_idle_time_is_that_of_the_cores_that_may_be_used(tmp_path: Path) -> None
         + "".join(f"cpu{cpu} 7 0 5 150 50 0 1 0 0 0\n" for cpu in mine)
         + f"cpu{max(mine) + 1} 7 0 5 900 90 0 1 0 0 0\nintr 5 6\n\n"
     )
-    assert idle_seconds(tmp_path) == len(mine) * 200 / os.sysconf("SC_CLK_TCK")
+    second = os.sysconf("SC_CLK_TCK")
+    assert idle_seconds(tmp_path) == len(mine) * 200 / second
+    assert processor_seconds([max(mine) + 1], tmp_path) == (990 / second, 1003 / second)
 
 
 def test_a_containers_limits_count_in_cgroup_version_1(tmp_path: Path) -> None:

@@ -62,36 +62,33 @@ class IdleCores:
     ) -> None:
         self.threads = self._least = threads
         self._most, self._set_threads = most, set_threads
-        self._idle_s, self._used_s, self._clock_s = idle_s, used_s, clock_s
+        self._clocks = clock_s, idle_s, used_s
         self._slower = 0.0  # steps a second before the thread that is tried now; 0: none is
         self._again_s = clock_s()  # when another may be tried
-        self._begin()
+        self._steps, self._began = 0, self._read()
 
-    def _begin(self) -> None:
-        self._steps = 0
-        self._began_s = self._clock_s()
-        self._idled_s, self._worked_s = self._idle_s(), self._used_s()
+    def _read(self) -> tuple[float, ...]:
+        return tuple(clock() for clock in self._clocks)
 
     def look(self) -> None:
         """A step is over."""
         self._steps += 1
-        seconds = self._clock_s() - self._began_s
-        if seconds < _PERIOD_S:
+        if self._clocks[0]() - self._began[0] < _PERIOD_S:
             return
-        speed = self._steps / seconds
-        idle = (self._idle_s() - self._idled_s) / seconds
-        used = (self._used_s() - self._worked_s) / seconds
+        now = self._read()
+        seconds, idle_s, used_s = (b - a for a, b in zip(self._began, now, strict=True))
+        speed, idle, used = self._steps / seconds, idle_s / seconds, used_s / seconds
         tried, self._slower = self._slower, 0.0
         if tried and _GAIN * speed <= tried:
-            self._again_s = self._clock_s() + _AGAIN_S
+            self._again_s = now[0] + _AGAIN_S
             self._set(self.threads - 1)
         elif idle >= _IDLE and used >= _BUSY * self.threads and self.threads < self._most:
-            if self._clock_s() >= self._again_s:
+            if now[0] >= self._again_s:
                 self._slower = speed
                 self._set(self.threads + 1)
         elif idle < _NONE and used < self.threads - _IDLE and self.threads > self._least:
             self._set(self.threads - 1)
-        self._begin()
+        self._steps, self._began = 0, self._read()
 
     def _set(self, threads: int) -> None:
         self.threads = threads

@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from zapex.machine.resources import processor_seconds
+
 NOT_READABLE = "not readable here"
 
 
@@ -96,7 +98,7 @@ class Meter:
     def begin(self, cpus: list[int]) -> Self:
         """Start to measure."""
         self._cpus, self._began_s = cpus, time.monotonic()
-        self._busy = self._times()
+        self._before = processor_seconds(cpus)
         with suppress(Exception):
             self.rapl.joules()
             self.nvml.joules()
@@ -106,18 +108,11 @@ class Meter:
         """What was found since `begin`."""
         seconds = time.monotonic() - self._began_s
         cpu, gpu = self.rapl.joules(), self.nvml.joules()
-        idle, whole = (a - b for a, b in zip(self._times(), self._busy, strict=True))
+        now = processor_seconds(self._cpus)
+        idle, whole = (a - b for a, b in zip(now, self._before, strict=True))
         return {
             "cpu_share": 1 - idle / whole if whole else 0.0,
             "cpu_watts": None if cpu is None else cpu / seconds,
             "gpu_share": self.nvml.use(),
             "gpu_watts": None if gpu is None else gpu / seconds,
         }
-
-    def _times(self) -> tuple[float, float]:
-        """Seconds of these hardware threads: idle ones, and all."""
-        import psutil
-
-        every = psutil.cpu_times(percpu=True)
-        mine = [every[cpu] for cpu in self._cpus if cpu < len(every)]
-        return sum(t.idle + t.iowait for t in mine), sum(sum(t[:8]) for t in mine)

@@ -144,11 +144,17 @@ def given_cores() -> int:
 
 def idle_seconds(root: Path = _ROOT) -> float:
     """Seconds that the hardware threads of this process have idled so far, of all together."""
-    usable = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    return processor_seconds(os.sched_getaffinity(0), root)[0]
+
+
+def processor_seconds(cpus: Collection[int], root: Path = _ROOT) -> tuple[float, float]:
+    """Seconds of these hardware threads so far: those in which they idled, and all."""
+    wanted = {f"cpu{cpu}" for cpu in cpus}
     lines = [line.split() for line in _read(root / "proc/stat").splitlines()]
-    # Idle, and idle while a disk works.
-    ticks = sum(int(words[4]) + int(words[5]) for words in lines if words and words[0] in usable)
-    return ticks / os.sysconf("SC_CLK_TCK")
+    # User, nice, system, idle, idle while a disk works, two kinds of interrupts, stolen.
+    ticks = [[int(n) for n in words[1:9]] for words in lines if words and words[0] in wanted]
+    second = os.sysconf("SC_CLK_TCK")
+    return sum(sum(one[3:5]) for one in ticks) / second, sum(map(sum, ticks)) / second
 
 
 def memory_fact(field: str, root: Path = _ROOT) -> int:
