@@ -83,7 +83,8 @@ def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> l
         report, target = book.read(source), results / measurement.file
         if measurement.parts:
             whole = book.read(target) or {"benchmark": report.get("benchmark", measurement.name)}
-            whole.setdefault("results", {}).update(report["results"])
+            for key in ("results", *({"scores"} & set(report))):
+                whole.setdefault(key, {}).update(report[key])
             report = whole
         target.write_text(json.dumps(report, indent=1) + "\n")
         written.append(measurement.name)

@@ -24,6 +24,12 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 """Each changes one thing of `zapex`: prioritised replay, n = 5, the actors' own priorities."""
 
 
+def group_name(env: str, variant: str, *seed: int) -> str:
+    """As pong_11_zapex, or pong_zapex of all seeds."""
+    game = env.rpartition("/")[2].partition("-")[0].lower()
+    return "_".join([game, *map(str, seed), variant.replace(" ", "_")])
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of `variant`; flags: of `zapex train`."""
@@ -36,8 +42,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Of its file."""
-        game = self.env.rpartition("/")[2].partition("-")[0].lower()
-        return f"{game}_{self.seed}_{self.variant.replace(' ', '_')}"
+        return group_name(self.env, self.variant, self.seed)
 
 
 def _cells() -> list[Cell]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.learning.cells import group_name
 from zapex.watch.scores import human_share, interquartile
 
 Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -27,18 +28,29 @@ def final(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     return interquartile(means)
 
 
+def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each group, by name: {"env", "variant", "runs", "p50": final(), "p10" and "p90"}."""
+    found = {}
+    for (env, variant), group in sorted(groups(runs).items()):
+        value, low, high = final(group)
+        found[group_name(env, variant)] = {
+            "env": env, "variant": variant, "runs": len(group),
+            "p10": low, "p50": value, "p90": high,
+        }  # fmt: skip
+    return found
+
+
 def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown, one for each game and variant."""
     lines = [
         "| game | variant | runs | interquartile mean (95 %) | human = 1 |",
         "|---|---|---|---|---|",
     ]
-    for (env, variant), group in sorted(groups(runs).items()):
-        value, low, high = final(group)
-        share = human_share(env, value)
+    for one in scores(runs).values():
+        share = human_share(one["env"], one["p50"])
         human = "" if share is None else f"{share:.2f}"
-        score = f"{value:.1f} ({low:.1f} to {high:.1f})"
-        lines.append(f"| {env} | {variant} | {len(group)} | {score} | {human} |")
+        score = f"{one['p50']:.1f} ({one['p10']:.1f} to {one['p90']:.1f})"
+        lines.append(f"| {one['env']} | {one['variant']} | {one['runs']} | {score} | {human} |")
     return lines
 
 

@@ -94,10 +94,32 @@ def test_new_runs_join_the_published_ones_and_replace_their_own(
     runs = json.loads((results / "learning.json").read_text())["results"]
     assert {name: run["final_returns"] for name, run in runs.items()} == {first: [3.0], second: [2]}
     assert runs[first]["doubts"] == []
+    scores = json.loads((results / "learning.json").read_text())["scores"]
+    assert [(score["runs"], score["p50"]) for score in scores.values()] == [(1, 3.0), (1, 2.0)]
     assert learning.main(["--list", *folders]) == 0
     out = capsys.readouterr().out
     assert f"2 of {len(CELLS)} runs" in out
     assert first not in out.rpartition("missing:")[2]
+
+
+def test_chosen_runs_that_are_made_are_written_with_their_score_and_nothing_published(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out.json"
+    for seed in range(11, 16):
+        report = {**FACTS, "results": run_of("ALE/Pong-v5", OURS, seed, [float(seed)])}
+        (tmp_path / f"pong_{seed}_zapex.json").write_text(json.dumps(report))
+    folders = ["--work", str(tmp_path)]
+    assert learning.main(["--cell", "pong_*_zapex", "--json", str(out), *folders]) == 0
+    report = json.loads(out.read_text())
+    assert list(report["results"]) == [f"pong_{seed}_zapex" for seed in range(11, 16)]
+    assert report["scores"]["pong_zapex"]["p50"] == 13
+
+
+def test_a_pattern_that_names_no_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        learning.main(["--cell", "tennis_*"])
+    assert "no run is named tennis_*: they are breakout_11_zapex" in capsys.readouterr().err
 
 
 @pytest.mark.bench
