@@ -204,8 +204,29 @@ def crowd(report: Any, measurement: Measurement) -> str:
     """What else the machine did while a result came about; empty where that is little."""
     for facts in evidence_of(report, measurement):
         if told := _busy(facts.get("during", {"foreign_cpu": 0.0, "steal": 0.0})):
-            return told
+            return f"meanwhile {told}"
     return ""
+
+
+def elsewhere(report: Any, published: Any, measurement: Measurement) -> str:
+    """The kinds of processor where these results come from, if they differ; empty if they do not.
+
+    A name as "AMD EPYC" has several generations: caches tell them apart.
+    """
+    here, there = _processors(report, measurement), _processors(published, measurement)
+    if not here or not there or here == there:
+        return ""
+    return f"published: {' and '.join(sorted(there))}; here: {' and '.join(sorted(here))}"
+
+
+def _processors(report: Any, measurement: Measurement) -> set[str]:
+    found = set()
+    for facts in evidence_of(report, measurement):
+        if machine := facts.get("machine", facts):
+            caches = machine.get("cache_bytes", {})
+            sizes = " and ".join(f"{caches[n] >> 10} KiB" for n in ("L1", "L2") if n in caches)
+            found.add(f"{machine.get('cores')} cores of {machine.get('cpu')}, caches of {sizes}")
+    return found
 
 
 def _busy(during: Mapping[str, Any]) -> str:

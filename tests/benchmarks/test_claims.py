@@ -104,6 +104,37 @@ def test_a_figure_of_a_machine_that_became_crowded_refutes_nothing_that_needs_a_
     assert rows["id-any"].rstrip().endswith(" not")
 
 
+def test_another_kind_of_processor_refutes_nothing_that_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(kib: int) -> str:
+        facts = {"cpu": "AMD EPYC", "cores": 2, "cache_bytes": {"L1": kib << 10, "L2": 512 << 10}}
+        return json.dumps({**SEEN, "machine": facts})
+
+    monkeypatch.setitem(book.NEEDS, "quiet", lambda: "")
+    (tmp_path / "one.json").write_text(on(48))
+    far, near = ({"at": "results.slow.p50", "published": [x, x, x]} for x in (1, 10))
+    claims: list[dict[str, object]] = [
+        {"id": "id-timed", **far, "needs": ["quiet"]},
+        {"id": "id-timed-alike", **near, "needs": ["quiet"]},
+        {"id": "id-counted", **far},
+    ]
+
+    def rows(kib: int) -> dict[str, str]:
+        script = f"import sys\nopen(sys.argv[1], 'w').write({on(kib)!r})\n"
+        assert run(tmp_path, claims, "--results", str(tmp_path), script=script) == 1
+        return table(capsys)
+
+    elsewhere = rows(32)
+    assert elsewhere["id-timed"].endswith(
+        "not possible here: published: 2 cores of AMD EPYC, caches of 48 KiB and 512 KiB; "
+        "here: 2 cores of AMD EPYC, caches of 32 KiB and 512 KiB"
+    )
+    assert elsewhere["id-timed-alike"].endswith("reproduced")
+    assert elsewhere["id-counted"].rstrip().endswith(" not")
+    assert rows(48)["id-timed"].rstrip().endswith(" not")
+
+
 def test_a_command_that_fails_or_writes_nothing_reproduces_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
