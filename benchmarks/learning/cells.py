@@ -1,7 +1,7 @@
 """What is learned: games, seeds and variants, fixed before any of it was looked at.
 
-The settings of presets were tuned on Breakout and Pong without sticky actions, seed 1. The seeds
-here are others, and so are three of the games. All games have sticky actions.
+The settings of presets were tuned on Breakout and Pong without sticky actions, and on Boxing with
+them, seed 1. The seeds here are others, and so are three of the games. All have sticky actions.
 """
 
 from dataclasses import dataclass
