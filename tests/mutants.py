@@ -51,7 +51,8 @@ MODULES = {
     ),
     "messages": (
         [f"zapex/wire/{name}.py" for name in ("control", "experience", "header", "message")],
-        "tests/wire --deselect=tests/wire/test_messages.py::test_any_bytes_are_a_message_or_refused"
+        "tests/wire/test_bounds.py tests/wire"
+        " --deselect=tests/wire/test_messages.py::test_any_bytes_are_a_message_or_refused"
         " --deselect="
         "tests/wire/test_messages.py::test_mutants_of_real_messages_are_messages_or_refused",
     ),

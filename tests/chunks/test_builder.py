@@ -7,61 +7,102 @@ from hypothesis import strategies as st
 
 from tests.support.naive import NaiveNStep
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.builder import CUT, END, ChunkBuilder, flat_observations
 from zapex.chunks.columns import Column
-from zapex.chunks.layout import COUNT, FREE, STATE, STREAM, BatchLayout, ChunkLayout
+from zapex.chunks.layout import (
+    ACTOR,
+    COMMITTED,
+    COUNT,
+    FREE,
+    INCARNATION,
+    NO_FRAME,
+    SEQUENCE,
+    STATE,
+    STREAM,
+    BatchLayout,
+    ChunkLayout,
+)
 from zapex.chunks.ledger import SlotLedger
 from zapex.chunks.schema import Schema
+from zapex.chunks.step_kernels import MOST_REWARD
 from zapex.chunks.store import ChunkStore
+from zapex.errors import ConfigError
 
 
 class Game:
-    """Streams of numbered frames with ends, lost lives and stacks padded as a reset pads them."""
+    """Streams of numbered frames with ends, lost lives and stacks padded as a reset pads them.
 
-    def __init__(self, rng, streams, stack, padding):
-        self.rng, self.streams, self.stack, self.padding = rng, streams, stack, padding
-        self.clock = 0
-        self.obs = np.zeros((streams, stack, 3, 2), np.uint8)
+    shapes: of the columns, by name, with the stack first. padding: of each column.
+    """
+
+    def __init__(self, shapes, streams, padding):
+        self.padding, self.clock = padding, 0
+        self.obs = {
+            name: np.zeros((streams, *shape), np.float32 if name == LEVEL else np.uint8)
+            for name, shape in shapes.items()
+        }
 
     @property
     def seen(self):
-        return self.obs[:, 0] if self.stack == 1 else self.obs
+        return {name: obs[:, 0] if obs.shape[1] == 1 else obs for name, obs in self.obs.items()}
 
-    def frame(self):
+    def of(self, i):
+        """The observation of stream i, as its twin keeps it."""
+        return [obs[i].copy() for obs in self.seen.values()]
+
+    def frame(self, obs):
         self.clock += 1
+        if obs.dtype == np.float32:
+            return np.float32([self.clock, -self.clock])
         return np.frombuffer(np.int64(self.clock).tobytes()[:6], np.uint8).reshape(3, 2)
 
     def reset(self, i):
-        if self.padding == "distinct":
-            for j in range(self.stack):
-                self.obs[i, j] = self.frame()
-            return
-        frame = self.frame()
-        self.obs[i] = frame if self.padding == "repeat" else 0
-        self.obs[i, -1] = frame
+        for name, obs in self.obs.items():
+            padding, frame = self.padding[name], self.frame(obs)
+            if padding == "distinct":
+                for j in range(obs.shape[1] - 1):
+                    obs[i, j] = self.frame(obs)
+            else:
+                obs[i] = frame if padding == "repeat" else 0
+            obs[i, -1] = frame
 
     def step(self, i):
-        self.obs[i, :-1] = self.obs[i, 1:].copy()
-        self.obs[i, -1] = self.frame()
+        for obs in self.obs.values():
+            obs[i, :-1] = obs[i, 1:].copy()
+            obs[i, -1] = self.frame(obs)
+
+
+LEVEL = "obs/level"
 
 
 def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0.1, max_age=0,
-         slots=None, flush_at=(), actions=5):  # fmt: skip
-    """Random play through a builder that gets few slots at a time; chunks, oracle and store."""
+         slots=None, flush_at=(), actions=5, level=0, level_padding="zero",
+         by_step=False, given=False):  # fmt: skip
+    """Random play through a builder that gets few slots at a time; chunks, oracle and store.
+
+    level: the stack of a second column of the observation; 0: there is none. by_step: by
+    `builder.step`, whose lost lives end the episode. given: the caller gives priorities.
+    """
+    image = "obs/image" if level else "obs"
+    columns = {image: Column((3, 2), np.uint8, stack=stack)}
+    if level:
+        columns[LEVEL] = Column((2,), np.float32, stack=level)
     schema = Schema(
-        {"obs": Column((3, 2), np.uint8, stack=stack), "action": Column((), np.int64),
-         "mask": Column((2,), np.float32)},
+        {**columns, "action": Column((), np.int64), "mask": Column((2,), np.float32)},
         n_step=n, gamma=0.9,
     )  # fmt: skip
     layout = ChunkLayout(schema, chunk)
     slots = slots or steps * streams + 4 * streams
     store = ChunkStore(aligned_zeros(ChunkStore.required_bytes(layout, slots)), layout, slots)
     ledger = SlotLedger(store)
-    builder = ChunkBuilder(store, streams, actor=7, incarnation=9, max_chunk_age_steps=max_age)
+    builder = ChunkBuilder(
+        store, streams, actor=7, incarnation=9, first_stream=30, max_chunk_age_steps=max_age
+    )
     naive = [NaiveNStep(n, 0.9) for _ in range(streams)]
-    game = Game(rng, streams, stack, padding)
+    shapes = {name: (c.stack, *c.shape) for name, c in schema.obs_columns.items()}
+    game = Game(shapes, streams, {image: padding, LEVEL: level_padding})
     everyone = np.ones(streams, bool)
-    closed = []
+    closed, completed = [], {}
 
     def until_done(call):
         while call() < streams:
@@ -69,43 +110,89 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
             closed.extend(builder.take_closed())
         closed.extend(builder.take_closed())
 
+    def begin(mask):
+        until_done(lambda: builder.begin(mask, game.seen))
+        for i in np.flatnonzero(mask):
+            naive[i].begin(game.of(i))
+
+    def add(mask, flags, reward, value, next_value, priority):
+        found = []
+        ends = np.ones(streams, bool)
+
+        def call():
+            if not by_step:
+                return builder.add(
+                    mask, flags, game.seen, reward, value=value, next_value=next_value,
+                    priority=priority if given else None,
+                )  # fmt: skip
+            flat = flat_observations(schema, game.seen)
+            done, some = builder.step(
+                flags & CUT != 0, flags == END, ~mask, ends, flat, reward,
+                priority if given else None,
+            )  # fmt: skip
+            found.append(some)
+            return done
+
+        until_done(call)
+        if by_step:
+            np.testing.assert_array_equal(ends, (flags != 0) & mask)
+            assert found[-1] == ends.any()
+        indices, magnitudes = builder.last_completed()
+        assert not completed.keys() & set(indices)
+        completed.update(zip(indices, magnitudes, strict=True))
+
     for i in range(streams):
         game.reset(i)
-        naive[i].begin(game.seen[i].copy())
-    until_done(lambda: builder.begin(everyone, {"obs": game.seen}))
+    begin(everyone)
     over = np.zeros(streams, bool)
     for step in range(steps):
         begun, over = over, np.zeros(streams, bool)
         for i in range(streams):
             game.reset(i) if begun[i] else game.step(i)
         if begun.any():
-            until_done(lambda begun=begun: builder.begin(begun, {"obs": game.seen}))
-            for i in np.flatnonzero(begun):
-                naive[i].begin(game.seen[i].copy())
+            begin(begun)
         flags = np.zeros(streams, np.int64)
-        flags[rng.random(streams) < cut] |= CUT
+        flags[rng.random(streams) < cut] |= CUT | (END if by_step else 0)
         flags[rng.random(streams) < end] |= END
         reward = rng.integers(-3, 4, streams).astype(np.float64)
         value, next_value = rng.normal(size=streams), rng.normal(size=streams)
+        priority = rng.random(streams)
         builder.staged["action"] = action = rng.integers(actions, size=streams)
         builder.staged["mask"] = mask = rng.random((streams, 2)).astype(np.float32)
-        until_done(
-            lambda b=~begun, f=flags, r=reward, v=value, w=next_value: builder.add(
-                b, f, {"obs": game.seen}, r, value=v, next_value=w
-            )
-        )
+        add(~begun, flags, reward, value, next_value, priority)
         for i in np.flatnonzero(~begun):
             naive[i].add(
-                (action[i], mask[i]), reward[i], game.seen[i].copy(),
+                (action[i], mask[i]), reward[i], game.of(i),
                 bool(flags[i] & CUT), bool(flags[i] & END), value[i], next_value[i],
+                priority[i] if given else -1.0 if by_step else None,
             )  # fmt: skip
             over[i] = bool(flags[i] & END)
         if step in flush_at:
             builder.flush()
             closed.extend(builder.take_closed())
+        assert builder.wanted == streams - len(builder.held)
     builder.flush()
     closed.extend(builder.take_closed())
+    check_completed(store, closed, completed)
     return store, closed, naive, builder, ledger
+
+
+def check_completed(store, closed, completed):
+    """Each row was told when it was complete, with its priority, and chunks are stamped."""
+    chunk, rows = store.layout.chunk, {}
+    for sequence, slot in enumerate(closed):
+        header = store.header_rows[slot]
+        assert (header[STATE], header[ACTOR], header[INCARNATION]) == (COMMITTED, 7, 9)
+        assert header[SEQUENCE] == sequence
+        priority = store.column(slot, "priority")[: header[COUNT]]
+        rows.update(zip(slot * chunk + np.arange(header[COUNT]), priority, strict=True))
+    assert rows == {index: np.float32(priority) for index, priority in completed.items()}
+
+
+def parts(obs, row):
+    """One row of each column of an observation."""
+    columns = obs.values() if isinstance(obs, dict) else [obs]
+    return [column[row].copy() for column in columns]
 
 
 def rows_of(store, closed):
@@ -118,9 +205,9 @@ def rows_of(store, closed):
         assert store.gather(keys, batch.layout, batch.memory, batch.keys) == 0
         priority = store.column(slot, "priority")
         for r in range(count):
-            out.setdefault(int(store.header_rows[slot, STREAM]), []).append(
-                (batch.obs[r].copy(), batch.action[r], batch["mask"][r].copy(), batch.reward[r],
-                 batch.discount[r], batch.next_obs[r].copy(), priority[r])
+            out.setdefault(int(store.header_rows[slot, STREAM]) - 30, []).append(
+                (parts(batch.obs, r), batch.action[r], batch["mask"][r].copy(), batch.reward[r],
+                 batch.discount[r], parts(batch.next_obs, r), priority[r])
             )  # fmt: skip
     return out
 
@@ -132,32 +219,80 @@ def check_against_twin(store, closed, naive):
         assert len(mine) == len(twin.transitions)
         for got, want in zip(mine, twin.transitions, strict=True):
             obs, (action, mask), reward, discount, next_obs, priority = want
-            np.testing.assert_array_equal(got[0], obs)
+            for one, other in zip(got[0] + got[5], obs + next_obs, strict=True):
+                np.testing.assert_array_equal(one, other)
             assert got[1] == action
             np.testing.assert_array_equal(got[2], mask)
             np.testing.assert_allclose(got[3], reward, rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose(got[4], discount, rtol=1e-6)
-            np.testing.assert_array_equal(got[5], next_obs)
             np.testing.assert_allclose(got[6], priority, rtol=1e-5, atol=1e-6)
+
+
+def check_frames(store, closed):
+    """No frame is in a chunk twice, and none that is all zeros is in it at all."""
+    images = [name for name in store.layout.schema.obs_columns if name != LEVEL]
+    for slot in closed:
+        count = store.header_rows[slot, COUNT]
+        used = np.unique([store.column(slot, f"{s}_frames")[:count] for s in ("obs", "next_obs")])
+        used = used[used != NO_FRAME]
+        kept = store.column(slot, images[0])[used]
+        assert len(np.unique(kept, axis=0)) == len(used)
+        assert kept.reshape(len(used), -1).any(1).all()
+
+
+SEEDS = st.integers(0, 2**31)
+PADDINGS = st.sampled_from(["zero", "repeat", "distinct"])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    seed=st.integers(0, 2**31), streams=st.integers(1, 4), stack=st.integers(1, 4),
-    n=st.integers(1, 4), more=st.integers(0, 9),
-    padding=st.sampled_from(["zero", "repeat", "distinct"]),
+    seed=SEEDS, streams=st.integers(1, 4), stack=st.integers(1, 4),
+    n=st.integers(1, 4), more=st.integers(0, 9), padding=PADDINGS,
     end=st.sampled_from([0.0, 0.05, 0.5, 1.0]), cut=st.sampled_from([0.0, 0.1, 0.6]),
     max_age=st.sampled_from([0, 1, 5]), flush_at=st.sets(st.integers(0, 59), max_size=3),
+    given=st.booleans(),
 )  # fmt: skip
 def test_chunks_hold_what_the_naive_twin_has(
-    seed, streams, stack, n, more, padding, end, cut, max_age, flush_at
+    seed, streams, stack, n, more, padding, end, cut, max_age, flush_at, given
 ):
     rng = np.random.default_rng(seed)
     store, closed, naive, _, _ = play(
         rng, streams=streams, stack=stack, n=n, chunk=n + more, steps=60, padding=padding,
-        end=end, cut=cut, max_age=max_age, flush_at=flush_at,
+        end=end, cut=cut, max_age=max_age, flush_at=flush_at, given=given,
     )  # fmt: skip
     check_against_twin(store, closed, naive)
+    check_frames(store, closed)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=SEEDS, streams=st.integers(1, 3), stack=st.integers(1, 4), level=st.integers(1, 4),
+    n=st.integers(1, 3), more=st.integers(0, 5), padding=PADDINGS, level_padding=PADDINGS,
+    end=st.sampled_from([0.05, 0.5]), by_step=st.booleans(), given=st.booleans(),
+)  # fmt: skip
+def test_observations_of_two_columns_with_stacks_of_their_own_are_as_the_twin_has_them(
+    seed, streams, stack, level, n, more, padding, level_padding, end, by_step, given
+):
+    rng = np.random.default_rng(seed)
+    store, closed, naive, _, _ = play(
+        rng, streams=streams, stack=stack, n=n, chunk=n + more, steps=30, padding=padding,
+        end=end, level=level, level_padding=level_padding, by_step=by_step, given=given,
+    )  # fmt: skip
+    check_against_twin(store, closed, naive)
+    if padding == level_padding and level == stack:
+        check_frames(store, closed)
+
+
+def test_a_step_with_a_reward_that_is_no_number_is_refused_and_changes_nothing():
+    rng = np.random.default_rng(0)
+    store, _, _, builder, _ = play(rng, streams=3, stack=1, n=1, chunk=4, steps=3)
+    before = store.mem.copy()
+    flat = flat_observations(builder.schema, {"obs": np.ones((3, 3, 2), np.uint8)})
+    no, over = np.zeros(3, bool), np.array([True, False, False])
+    for bad in (np.nan, np.inf, -MOST_REWARD * 1.001):
+        with pytest.raises(ConfigError, match="of stream 2; nothing was added"):
+            builder.step(no, no, over, no.copy(), flat, np.array([0, MOST_REWARD, bad]), None)
+    np.testing.assert_array_equal(store.mem, before)
 
 
 @pytest.mark.parametrize("length", range(1, 12))
@@ -198,7 +333,7 @@ def test_streams_that_start_together_commit_their_first_chunks_spread_out():
         rng, streams=4, stack=1, n=1, chunk=8, steps=8, end=0.0, cut=0.0
     )  # fmt: skip
     first = {
-        int(store.header_rows[s, STREAM]): int(store.header_rows[s, COUNT]) for s in closed[:4]
+        int(store.header_rows[s, STREAM]) - 30: int(store.header_rows[s, COUNT]) for s in closed[:4]
     }
     assert first == {0: 2, 1: 4, 2: 6, 3: 8}
 

@@ -112,13 +112,14 @@ class NaiveNStep:
     def begin(self, obs):
         self.steps, self.obs = [], obs
 
-    def add(self, step, reward, next_obs, cut, end, value, next_value):
-        self.steps.append((self.obs, step, reward, value))
+    def add(self, step, reward, next_obs, cut, end, value, next_value, given=None):
+        self.steps.append((self.obs, step, reward, value, given))
         while self.steps and (cut or end or len(self.steps) == self.n):
             total = sum(self.gamma**k * s[2] for k, s in enumerate(self.steps))
             discount = 0.0 if cut else self.gamma ** len(self.steps)
-            obs, first, _, first_value = self.steps.pop(0)
-            priority = abs(total + discount * next_value - first_value)
+            obs, first, _, first_value, priority = self.steps.pop(0)
+            if priority is None:
+                priority = abs(total + discount * next_value - first_value)
             self.transitions.append((obs, first, total, discount, next_obs, priority))
         self.obs = next_obs
 

@@ -108,7 +108,6 @@ def _close(i: int, w: Any, stream: Any, state: Any, mem: Any) -> None:
     """Commit the stream's slot."""
     _keep_frames(w, stream, state, mem)
     headers, header = mem.view(np.int64), stream.slot * HEADER_WORDS
-    headers[header + COUNT] = stream.rows
     headers[header + ACTOR] = w.actor
     headers[header + INCARNATION] = w.incarnation
     headers[header + SEQUENCE] = w.sequence
@@ -158,14 +157,14 @@ def _room(i: int, frames: int, rows: int, w: Any, stream: Any, state: Any,
 
 @kernel
 def _repeats(w: Any, state: Any, obs: Any, i: int, j: int) -> bool:
-    """Whether places j and j - 1 of observation i have equal frames, in all columns."""
+    """Whether places j and j - 1 of observation i have equal frames, in all columns; j > 0."""
     for c in range(w.num_frame_columns):
         column = frame_column(w, state, c)
         k = j - (w.stack - column.depth)
         at, nbytes = (i * column.depth + k) * column.nbytes, column.nbytes
         if k == 0 or (k > 0 and compare_bytes(obs[c], at, obs[c], at - nbytes, nbytes) != 0):
             return False
-    return j > 0
+    return True
 
 
 @kernel
