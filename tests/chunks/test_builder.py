@@ -301,7 +301,7 @@ def test_episodes_of_every_length_end_in_a_terminal_transition(length):
     schema = Schema({"obs": Column((1,), np.float32), "action": Column((), np.int64)}, n_step=3)
     layout = ChunkLayout(schema, 8)
     store = ChunkStore(aligned_zeros(ChunkStore.required_bytes(layout, 64)), layout, 64)
-    builder = ChunkBuilder(store, 1, stagger=False)
+    builder = ChunkBuilder(store, 1, actor=5, incarnation=6, stagger=False)
     builder.provide(np.arange(4))
     mask = np.ones(1, bool)
     for _ in range(2):
@@ -313,7 +313,9 @@ def test_episodes_of_every_length_end_in_a_terminal_transition(length):
     builder.flush()
     rows, terminal = 0, 0
     for slot in builder.take_closed():
-        count = store.header_rows[slot, COUNT]
+        header = store.header_rows[slot]
+        assert (header[ACTOR], header[INCARNATION]) == (5, 6)  # no ledger has written them here
+        count = header[COUNT]
         rows += count
         discounts = store.column(slot, "discount")[:count]
         terminal += int((discounts == 0).sum())
