@@ -229,12 +229,13 @@ def check_against_twin(store, closed, naive):
 
 
 def check_frames(store, closed):
-    """No frame is in a chunk twice, and none that is all zeros is in it at all."""
+    """A chunk begins with a frame that it needs, has none twice, and none that is all zeros."""
     images = [name for name in store.layout.schema.obs_columns if name != LEVEL]
     for slot in closed:
         count = store.header_rows[slot, COUNT]
         used = np.unique([store.column(slot, f"{s}_frames")[:count] for s in ("obs", "next_obs")])
         used = used[used != NO_FRAME]
+        assert used.min(initial=0) == 0
         kept = store.column(slot, images[0])[used]
         assert len(np.unique(kept, axis=0)) == len(used)
         assert kept.reshape(len(used), -1).any(1).all()
@@ -293,6 +294,61 @@ def test_a_step_with_a_reward_that_is_no_number_is_refused_and_changes_nothing()
         with pytest.raises(ConfigError, match="of stream 2; nothing was added"):
             builder.step(no, no, over, no.copy(), flat, np.array([0, MOST_REWARD, bad]), None)
     np.testing.assert_array_equal(store.mem, before)
+
+
+def one_stream(n, chunk, *, stack=1, slots=4, **options):
+    """A builder of one stream with all slots of its store, and a function that takes a step."""
+    schema = Schema(
+        {"obs": Column((1,), np.uint8, stack=stack), "action": Column((), np.int64)}, n_step=n
+    )
+    layout = ChunkLayout(schema, chunk)
+    store = ChunkStore(aligned_zeros(ChunkStore.required_bytes(layout, slots)), layout, slots)
+    builder = ChunkBuilder(store, 1, stagger=False, **options)
+    builder.provide(np.arange(slots))
+    shape = (1, 1) if stack == 1 else (1, stack, 1)
+
+    def obs(value):
+        return {"obs": np.full(shape, value, np.uint8)}
+
+    def step(value):
+        assert builder.add(ONE, np.zeros(1, np.int64), obs(value), np.ones(1)) == 1
+        return [int(store.header_rows[slot, COUNT]) for slot in builder.take_closed()]
+
+    return store, builder, obs, step
+
+
+ONE = np.ones(1, bool)
+
+
+def test_a_chunk_with_a_row_is_closed_when_it_is_of_age():
+    _, builder, obs, step = one_stream(n=3, chunk=8, max_chunk_age_steps=2)
+    builder.begin(ONE, obs(1))
+    # The first row is complete with the third step, and older than its age: it goes alone.
+    assert [step(value) for value in range(2, 9)] == [[], [], [1], [], [2], [], [2]]
+
+
+def test_an_observation_of_zeros_alone_is_one_stored_frame():
+    store, builder, obs, step = one_stream(n=1, chunk=2, stack=3)
+    builder.begin(ONE, obs(0))
+    step(0)
+    builder.flush()
+    (slot,) = builder.take_closed()
+    assert store.column(slot, "obs_frames")[0].tolist() == [NO_FRAME, NO_FRAME, 0]
+    assert store.column(slot, "next_obs_frames")[0].tolist() == [NO_FRAME, 0, 1]
+
+
+def test_resets_without_a_step_use_no_chunk_and_leave_no_frame_behind():
+    store, builder, obs, step = one_stream(n=2, chunk=2, stack=2)
+    for value in range(1, 100):
+        assert builder.begin(ONE, obs(value)) == 1
+        assert builder.spares == 3
+        assert len(builder.take_closed()) == 0
+    step(100)
+    step(101)
+    builder.flush()
+    (slot,) = builder.take_closed()
+    kept = store.column(slot, "obs")[store.column(slot, "obs_frames")[0]]
+    assert kept.ravel().tolist() == [99, 99]
 
 
 @pytest.mark.parametrize("length", range(1, 12))

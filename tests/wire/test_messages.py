@@ -117,10 +117,10 @@ def test_a_chunk_arrives_as_it_was_and_sends_only_what_it_holds() -> None:
     assert (target[64:] == memory).all()
 
 
-@pytest.mark.parametrize("stack", [1, 4])
-def test_real_chunks_arrive_as_they_were(stack: int) -> None:
+@pytest.mark.parametrize(("stack", "level"), [(1, 0), (4, 0), (4, 2)])
+def test_real_chunks_arrive_as_they_were(stack: int, level: int) -> None:
     rng = np.random.default_rng(1)
-    store, slots, *_ = play(rng, streams=2, stack=stack, n=3, chunk=8, steps=60)
+    store, slots, *_ = play(rng, streams=2, stack=stack, n=3, chunk=8, steps=60, level=level)
     layout = store.layout
     form = Form(layout, 2, 8)
     headers = store.header_rows
@@ -135,7 +135,7 @@ def test_real_chunks_arrive_as_they_were(stack: int) -> None:
             push.write(number, layout, target, 0)
             for name in layout.sections:
                 chunk = push.chunks[number]
-                count = chunk.frames if name == "obs" else chunk.rows
+                count = chunk.frames if name in layout.schema.obs_columns else chunk.rows
                 sent, came = store.column(slot, name), layout.column(name, target, 0)
                 assert (sent[:count] == came[:count]).all()
 
@@ -219,11 +219,13 @@ def test_a_frame_that_did_not_come_is_refused_even_with_a_right_checksum() -> No
     for name in ("push", "batch"):
         message = decode_header(m.encode(examples()[name]))
         body = [bytearray(part) for part in message.body]
-        table = body[-1].find(struct.pack("<H", NO_FRAME))
-        struct.pack_into("<H", body[-1], table, 3)
-        bad = replace(message, body=tuple(map(as_buffer, body)))
-        with pytest.raises(BadMessage, match="refers to a frame"):
-            m.decode(bad.encode(), FORM)
+        first = body[-1].find(struct.pack("<H", NO_FRAME))
+        for at in range(first, first + 2 * 2 * 2 * 2, 2):  # both tables: two rows, stacks of two
+            changed = bytearray(body[-1])
+            struct.pack_into("<H", changed, at, 3)
+            bad = replace(message, body=(*map(as_buffer, body[:-1]), as_buffer(changed)))
+            with pytest.raises(BadMessage, match="refers to a frame"):
+                m.decode(bad.encode(), FORM)
 
 
 def test_what_does_not_need_a_form_is_read_without_one_and_the_rest_is_refused() -> None:
