@@ -324,6 +324,18 @@ def test_a_new_life_of_the_replay_takes_over_what_is_whole_and_knows_what_is_out
     assert len(rig.replay) == 2 * CHUNK + 2
 
 
+def test_a_new_life_of_the_replay_grants_nothing_before_it_knows_that_an_actor_lives() -> None:
+    rig = Rig()
+    rig.live(0, 1)
+    slot = rig.source.grants[0][0][1][0]
+    rig.attach()
+    rig.write(slot)
+    rig.hand_over(slot)
+    assert (rig.intake.inserted, rig.source.grants) == (CHUNK, [[]])
+    rig.live(0, 1)
+    assert len(rig.source.grants[0]) == 1
+
+
 @pytest.mark.parametrize("stored", [1, STREAMS])
 def test_slots_that_a_dead_replay_had_granted_and_not_sent_are_granted_again(
     stored: int, monkeypatch: pytest.MonkeyPatch
