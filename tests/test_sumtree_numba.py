@@ -18,7 +18,7 @@ from zapex.errors import (
     NotEnoughData,
     SharedMemoryError,
 )
-from zapex.sumtree_kernels import MINIMA_BLOCK, level_offsets
+from zapex.sumtree_kernels import MINIMA_BLOCK, _spin, find_kernel, level_offsets
 from zapex.sumtree_numba import SumTree
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 513, 5000]
@@ -137,6 +137,26 @@ def test_the_smallest_positive_leaf_is_known_while_it_comes_and_goes() -> None:
     assert_valid(tree)
 
 
+def test_a_block_whose_smallest_leaf_goes_is_searched_and_no_other() -> None:
+    leaves = np.full(3 * MINIMA_BLOCK, 20.0)
+    leaves[:MINIMA_BLOCK] = 10.0
+    leaves[[MINIMA_BLOCK, MINIMA_BLOCK + 5, 2 * MINIMA_BLOCK - 1]] = 5.0, 3.0, 4.0
+    tree = tree_of(leaves)
+    for index, smallest in ((MINIMA_BLOCK + 5, 4.0), (2 * MINIMA_BLOCK - 1, 5.0),
+                            (MINIMA_BLOCK, 10.0)):  # fmt: skip
+        tree.update([index], [0.0])
+        assert tree.min_positive == smallest
+        assert_valid(tree)
+
+
+def test_a_prefix_sum_at_or_above_the_total_leaves_an_infinite_rest() -> None:
+    tree = tree_of([2.0, 0.0, 3.0] * 30)
+    rests, indices = np.array([-1.0, 0.5, 4.0, 149.5, 150.0, 1e9]), np.empty(6, np.int64)
+    assert find_kernel(*tree.arrays[:2], rests, indices)
+    assert indices.tolist() == [0, 0, 2, 89, 89, 89]
+    assert rests.tolist() == [0.0, 0.5, 2.0, 2.5, np.inf, np.inf]
+
+
 # -- the right probabilities -----------------------------------------------------------------------
 
 
@@ -217,6 +237,48 @@ def test_without_replacement_each_draw_is_among_the_rest() -> None:
     assert_chi_square(np.array([counts[pair] for pair in pairs]), n * np.array(exact))
 
 
+def test_the_generator_is_splitmix64() -> None:
+    assert int(_spin(np.uint64(0))) == 0xE220A8397B1DCDAF
+    assert int(_spin(np.uint64(1234567))) == 6457827717110365317
+
+
+def naive_distinct(leaves, uniforms):
+    """Draws without replacement from `leaves`, by plain sums; those left over by SplitMix64."""
+
+    def find(rest, prefix):
+        below = np.cumsum(rest) <= prefix
+        return int(np.argmin(below)) if not below.all() else int(np.flatnonzero(rest)[-1])
+
+    rest, drawn = leaves.astype(float), []
+    for prefix in uniforms * leaves.sum():
+        drawn += [] if (found := find(leaves, prefix)) in drawn else [found]
+    rest[drawn] = 0.0
+    spun = np.uint64(0)
+    for bits in uniforms.view(np.uint64):
+        spun = np.uint64(_spin(spun ^ bits))
+    while len(drawn) < len(uniforms) and rest.any():
+        spun = np.uint64(_spin(spun))
+        found = find(rest, int(spun >> np.uint64(11)) * 2.0**-53 * rest.sum())
+        drawn.append(found)
+        rest[found] = 0.0
+    return drawn
+
+
+@pytest.mark.parametrize("capacity", [3, 8, 70, 600, 5000])
+def test_without_replacement_draws_are_the_naive_twins(capacity) -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        leaves = rng.integers(0, 3, capacity) * (10 if seed % 2 else 1)
+        leaves[rng.integers(capacity)] = 1 + 900 * (seed % 3)  # often drawn again
+        tree, n = tree_of(leaves), min(int((leaves > 0).sum()), 1 + seed)
+        before = state_of(tree)
+        twin = naive_distinct(leaves, np.random.default_rng(seed).random(n))
+        drawn, shares = tree.sample(n, np.random.default_rng(seed), "without_replacement")
+        assert drawn.tolist() == twin
+        assert (shares == leaves[twin] / leaves.sum()).all()
+        assert state_of(tree) == before
+
+
 @pytest.mark.slow
 def test_the_total_is_exact_after_a_hundred_million_updates() -> None:
     capacity, batch = 2**17, 10_000
@@ -245,16 +307,17 @@ def test_a_tree_over_a_map_is_found_again_by_who_attaches() -> None:
     assert second.min_positive == leaves[leaves > 0].min()
 
 
-def test_attaching_mends_everything_but_the_leaves() -> None:
-    memory = aligned(SumTree.required_bytes(1000))
-    tree = SumTree(1000, memory)
-    tree.update(np.arange(1000), np.arange(1000.0))
+@pytest.mark.parametrize("capacity", [1000, 2 * MINIMA_BLOCK + 3])
+def test_attaching_mends_everything_but_the_leaves(capacity) -> None:
+    memory = aligned(SumTree.required_bytes(capacity))
+    tree = SumTree(capacity, memory)
+    tree.update(np.arange(capacity), np.arange(float(capacity)))
     nodes = memory.view(np.float64)
-    nodes[1000:] = -5.0
+    nodes[capacity:] = -5.0
     nodes[17] *= -1.0  # its owner died while it was drawn without replacement
-    again = SumTree.attach(1000, memory)
+    again = SumTree.attach(capacity, memory)
     assert_valid(again)
-    assert np.array_equal(leaves_of(again), np.arange(1000.0))
+    assert np.array_equal(leaves_of(again), np.arange(float(capacity)))
 
 
 def test_damage_is_named() -> None:

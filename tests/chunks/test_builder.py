@@ -339,9 +339,11 @@ def test_an_observation_of_zeros_alone_is_one_stored_frame():
 
 def test_resets_without_a_step_use_no_chunk_and_leave_no_frame_behind():
     store, builder, obs, step = one_stream(n=2, chunk=2, stack=2)
+    store.header_rows[:, COUNT] = 2  # of the chunks before
     for value in range(1, 100):
         assert builder.begin(ONE, obs(value)) == 1
         assert builder.spares == 3
+        assert store.header_rows[:, COUNT].tolist() == [2, 2, 2, 0]
         assert len(builder.take_closed()) == 0
     step(100)
     step(101)
