@@ -18,7 +18,7 @@ from zapex.errors import (
     NotEnoughData,
     SharedMemoryError,
 )
-from zapex.sumtree_kernels import MINIMA_BLOCK, _spin, find_kernel, level_offsets
+from zapex.sumtree_kernels import MINIMA_BLOCK, _spin, _walk_line, find_kernel, level_offsets
 from zapex.sumtree_numba import SumTree
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 513, 5000]
@@ -155,6 +155,12 @@ def test_a_prefix_sum_at_or_above_the_total_leaves_an_infinite_rest() -> None:
     assert find_kernel(*tree.arrays[:2], rests, indices)
     assert indices.tolist() == [0, 0, 2, 89, 89, 89]
     assert rests.tolist() == [0.0, 0.5, 2.0, 2.5, np.inf, np.inf]
+
+
+def test_a_line_is_walked_to_its_last_positive_leaf_at_or_above_its_sum() -> None:
+    line = np.array([1.0, 0.0, 2.0, 0.0, 4.0, 0.0, 0.0, 0.0])
+    for rest, lane, left in ((0.5, 0, 0.5), (1.0, 2, 0.0), (6.5, 4, 3.5), (7.0, 4, np.inf)):
+        assert _walk_line(line, np.uint64(0), rest) == (lane, left)
 
 
 # -- the right probabilities -----------------------------------------------------------------------
@@ -384,6 +390,15 @@ def test_a_bad_update_changes_nothing(indices, priorities, error) -> None:
     with pytest.raises(error):
         tree.update(indices, priorities)
     assert state_of(tree) == before
+
+
+@pytest.mark.parametrize("capacity", [1, 8, 1000])
+def test_the_largest_priority_leaves_room_for_the_total_and_the_next_is_refused(capacity) -> None:
+    largest = np.finfo(np.float64).max / (2 * capacity)
+    tree = tree_of(np.full(capacity, largest))
+    assert np.isfinite(tree.total)
+    with pytest.raises(InvalidPriority, match="nothing was updated"):
+        tree.update([0], [np.nextafter(largest, np.inf)])
 
 
 def test_what_cannot_be_drawn_is_one_clear_error() -> None:
