@@ -434,6 +434,9 @@ def test_inputs_of_other_types_mean_the_same() -> None:
     tree.update([], [])
     assert list(tree) == [0.0, 1.0, 2.0, 2.5, 4.0, 1.0, 6.0, 0.0, 0.0, 0.0]
     assert len(tree) == tree.capacity == 10
+    assert tree.leaves.tolist() == list(tree)
+    with pytest.raises(ValueError, match="read-only"):
+        tree.leaves[0] = 1.0
 
 
 # -- with and without JIT --------------------------------------------------------------------------
