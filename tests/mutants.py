@@ -217,6 +217,7 @@ def run(
     if tried != killed + len(survivors):
         raise SystemExit(f"{name}: it has changed since, or time was up: try all its changes again")
     return {"seed": chosen.seed, "places": len(places), "mutants": tried, "killed": killed,
+            "tried_again": len(before["survivors"]) if before else 0,
             "score": killed / tried, "interval": interval(killed, tried),
             "survivors": survivors}  # fmt: skip
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chunks.test_builder import play
 from tests.support.keys import indices_of
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.columns import Column
@@ -179,6 +180,81 @@ def test_a_row_whose_slot_has_moved_on_is_torn():
     np.testing.assert_array_equal(out_keys, [NO_KEY, keys[1], keys[2]])
 
 
+def gathered(store, keys, layout, first=0):
+    """A batch of these rows, from row `first` on; the others keep the byte 7."""
+    batch = Batch.empty(layout)
+    batch.memory[:] = 7
+    out_keys = np.empty(len(keys), np.int64)
+    assert store.gather(keys, layout, batch.memory, out_keys, first) == 0
+    np.testing.assert_array_equal(out_keys, keys)
+    return batch
+
+
+def columns_of(batch):
+    """Every column that a gather writes, as arrays of the same shape in each layout."""
+    nested = {**batch.columns}
+    for side in ("obs", "next_obs"):
+        value = nested.pop(side)
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        nested |= {f"{side}/{name}": array for name, array in parts}
+    return {name: nested[name] for name in nested if name not in ("weights", "keys", "indices")}
+
+
+@pytest.mark.parametrize(("stack", "level"), [(1, 0), (4, 0), (3, 2), (4, 4), (2, 5)])
+def test_a_gather_gives_the_same_rows_in_every_layout_and_in_every_place(stack, level):
+    rng = np.random.default_rng(stack)
+    store, closed, *_ = play(
+        rng, streams=3, stack=stack, n=2, chunk=8, steps=40, level=level, padding="zero"
+    )
+    schema = store.layout.schema
+    every = np.concatenate([store.indices(slot) for slot in closed])
+    assert len(every) == sum(store.header_rows[closed, COUNT])
+    keys = store.keys_of(rng.permutation(every))
+    alone = [columns_of(gathered(store, keys[i : i + 1], BatchLayout(schema, 1)))
+             for i in range(len(keys))]  # fmt: skip
+    for channels_last in (False, True):
+        layout = BatchLayout(schema, len(keys) + 5, channels_last)
+        found = columns_of(gathered(store, keys, layout, first=3))
+        for name, column in found.items():
+            expected = np.concatenate([one[name] for one in alone])
+            np.testing.assert_array_equal(column[3:-2], expected)
+            assert set(column[:3].tobytes() + column[-2:].tobytes()) == {7}
+
+
+def test_a_batch_that_no_cache_holds_has_the_same_rows():
+    rng = np.random.default_rng(0)
+    store, closed, *_ = play(rng, streams=2, stack=4, n=1, chunk=8, steps=30, padding="zero")
+    keys = store.keys_of(np.concatenate([store.indices(slot) for slot in closed]))
+    rows, more = len(keys), rng.integers(0, len(keys), 80_000)
+    schema = store.layout.schema
+    few = columns_of(gathered(store, keys, BatchLayout(schema, rows)))
+    layout = BatchLayout(schema, len(more))
+    assert layout.nbytes > 4 << 20
+    for name, column in columns_of(gathered(store, keys[more], layout)).items():
+        np.testing.assert_array_equal(column, few[name][more])
+
+
+def test_numbers_of_frames_are_those_of_the_chunk():
+    rng = np.random.default_rng(0)
+    store, closed, *_ = play(rng, streams=2, stack=3, n=2, chunk=8, steps=30)
+    slot, other = closed[2], closed[4]
+    keys = store.keys_of(np.append(store.indices(slot)[::-1], store.indices(other)[:2]))
+    layout = BatchLayout(store.layout.schema, len(keys), frames_apart=True)
+    memory, out_keys = aligned_zeros(layout.nbytes), np.empty(len(keys), np.int64)
+    torn, numbers = store.gather_numbers(keys, layout, memory, out_keys)
+    count = len(store.indices(slot))
+    for side, name in enumerate(("obs_frames", "next_obs_frames")):
+        expected = [*store.column(slot, name)[:count][::-1], *store.column(other, name)[:2]]
+        np.testing.assert_array_equal(numbers[:, side], expected)
+    assert torn == 0
+    keys[1] += 1 << GENERATION_SHIFT
+    assert store.gather_numbers(keys, layout, memory, out_keys)[0] == 1
+    assert out_keys.tolist() == [keys[0], NO_KEY, *keys[2:]]
+    outside = np.append(keys[1:], store.slots << SLOT_SHIFT)
+    with pytest.raises(IndexError, match="outside of the store"):
+        store.gather_numbers(outside, layout, memory, out_keys)
+
+
 @pytest.mark.parametrize(
     "key", [NO_KEY, 8 << SLOT_SHIFT, CHUNK, np.iinfo(np.int64).max, np.iinfo(np.int64).min]
 )
@@ -214,6 +290,50 @@ def test_a_grant_says_whose_it_is_and_which_place_it_has_in_its_link():
     assert ledger.reclaim(slots[:2]) == 2
     assert (store.header_rows[slots[:2], STATE] == FREE).all()
     assert ledger.counts == {"free": 7, "granted": 1, "live": 0, "quarantined": 0}
+
+
+def test_free_slots_are_granted_in_their_order_and_those_that_are_put_first_before_them():
+    store = new_store()
+    ledger = SlotLedger(store)
+    assert ledger.free_slots == list(range(8))
+    (taken,) = ledger.grant(1, 0, 1).tolist()
+    ledger.free_in_order([5, 3, taken, 5, 99])
+    assert ledger.free_slots == [5, 3, 1, 2, 4, 6, 7]
+    assert ledger.grant(3, 0, 1).tolist() == [5, 3, 1]
+
+
+def test_an_open_slot_is_live_empty_and_never_the_oldest_until_it_is_closed():
+    store = new_store()
+    ledger = SlotLedger(store)
+    store.header_rows[:, [ACTOR, INCARNATION, COUNT, GRANT_SEQUENCE]] = 9
+    first, second = ledger.open(), ledger.open()
+    words = [STATE, ACTOR, INCARNATION, COUNT, GRANT_SEQUENCE]
+    assert store.header_rows[[first, second]][:, words].tolist() == [[LIVE, 0, 0, 0, 0]] * 2
+    assert store.header_rows[[first, second], COMMIT_SEQUENCE].tolist() == [1, 2]
+    assert (ledger.oldest, ledger.live) == (None, [])
+    assert ledger.counts == {"free": 6, "granted": 2, "live": 0, "quarantined": 0}
+    ledger.close(second)
+    ledger.close(first)
+    assert (ledger.oldest, ledger.live) == (second, [second, first])
+    assert store.header_rows[[second, first], COMMIT_SEQUENCE].tolist() == [3, 4]
+    assert ledger.next_commit == 5
+
+
+def test_who_keeps_a_copy_is_told_before_a_slot_is_evicted():
+    store = new_store()
+    ledger = SlotLedger(store)
+    slots = [make_live(store, ledger) for _ in range(3)]
+    told = []
+    ledger.on_evict = lambda slot: told.append((slot, int(store.header_rows[slot, STATE])))
+    assert [ledger.evict(i) for i in (4, 5)] == [(slots[0], CHUNK), (slots[1], CHUNK)]
+    assert told == [(slots[0], LIVE), (slots[1], LIVE)]
+    assert ledger.quarantined == slots[:2]
+    ledger.release_oldest()
+    assert (ledger.quarantined, ledger.free_slots[-1]) == ([slots[1]], slots[0])
+    assert [ledger.release(released) for released in (4, 5, 5)] == [0, 1, 0]
+    assert store.header_rows[slots, STATE].tolist() == [FREE, FREE, LIVE]
+    assert (ledger.announced == -1).all()
+    assert len(ledger.announced) == 8
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
