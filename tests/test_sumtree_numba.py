@@ -343,6 +343,10 @@ def test_damage_is_named() -> None:
         assert reason.startswith(says)
 
 
+def test_a_tree_takes_a_seventh_more_than_its_leaves() -> None:
+    assert 8 / 7 <= SumTree.required_bytes(2**20) / (8 * 2**20) < 8 / 7 + 0.001
+
+
 def test_memory_that_cannot_hold_the_tree_is_refused() -> None:
     size = SumTree.required_bytes(100)
     read_only = aligned(size)
