@@ -47,7 +47,7 @@ def play(rig: Rig, steps: int) -> int:
     rng = np.random.default_rng(3)
     sink = rig.experience_sink
     builder = ChunkBuilder(sink.store, STREAMS, actor=0, incarnation=9)
-    game = Game(rng, STREAMS, 4, "zero")
+    game = Game(STREAMS, 4, "zero")
     everyone, made = np.ones(STREAMS, bool), 0
 
     def until_done(call) -> None:

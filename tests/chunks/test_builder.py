@@ -32,44 +32,36 @@ from zapex.errors import ConfigError
 class Game:
     """Streams of numbered frames with ends, lost lives and stacks padded as a reset pads them.
 
-    shapes: of the columns, by name, with the stack first. padding: of each column.
+    level: a frame is two float32, not 3x2 bytes.
     """
 
-    def __init__(self, shapes, streams, padding):
+    def __init__(self, streams, stack, padding, level=False):
         self.padding, self.clock = padding, 0
-        self.obs = {
-            name: np.zeros((streams, *shape), np.float32 if name == LEVEL else np.uint8)
-            for name, shape in shapes.items()
-        }
+        shape, dtype = ((2,), np.float32) if level else ((3, 2), np.uint8)
+        self.obs = np.zeros((streams, stack, *shape), dtype)
 
     @property
     def seen(self):
-        return {name: obs[:, 0] if obs.shape[1] == 1 else obs for name, obs in self.obs.items()}
+        return self.obs[:, 0] if self.obs.shape[1] == 1 else self.obs
 
-    def of(self, i):
-        """The observation of stream i, as its twin keeps it."""
-        return [obs[i].copy() for obs in self.seen.values()]
-
-    def frame(self, obs):
+    def frame(self):
         self.clock += 1
-        if obs.dtype == np.float32:
+        if self.obs.dtype == np.float32:
             return np.float32([self.clock, -self.clock])
         return np.frombuffer(np.int64(self.clock).tobytes()[:6], np.uint8).reshape(3, 2)
 
     def reset(self, i):
-        for name, obs in self.obs.items():
-            padding, frame = self.padding[name], self.frame(obs)
-            if padding == "distinct":
-                for j in range(obs.shape[1] - 1):
-                    obs[i, j] = self.frame(obs)
-            else:
-                obs[i] = frame if padding == "repeat" else 0
-            obs[i, -1] = frame
+        if self.padding == "distinct":
+            for j in range(self.obs.shape[1]):
+                self.obs[i, j] = self.frame()
+            return
+        frame = self.frame()
+        self.obs[i] = frame if self.padding == "repeat" else 0
+        self.obs[i, -1] = frame
 
     def step(self, i):
-        for obs in self.obs.values():
-            obs[i, :-1] = obs[i, 1:].copy()
-            obs[i, -1] = self.frame(obs)
+        self.obs[i, :-1] = self.obs[i, 1:].copy()
+        self.obs[i, -1] = self.frame()
 
 
 LEVEL = "obs/level"
@@ -100,10 +92,16 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         store, streams, actor=7, incarnation=9, first_stream=30, max_chunk_age_steps=max_age
     )
     naive = [NaiveNStep(n, 0.9) for _ in range(streams)]
-    shapes = {name: (c.stack, *c.shape) for name, c in schema.obs_columns.items()}
-    game = Game(shapes, streams, {image: padding, LEVEL: level_padding})
+    games = {image: Game(streams, stack, padding)}
+    if level:
+        games[LEVEL] = Game(streams, level, level_padding, level=True)
+    seen = {name: game.seen for name, game in games.items()}
     everyone = np.ones(streams, bool)
     closed, completed = [], {}
+
+    def of(i):
+        """The observation of stream i, as its twin keeps it."""
+        return [array[i].copy() for array in seen.values()]
 
     def until_done(call):
         while call() < streams:
@@ -112,9 +110,9 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         closed.extend(builder.take_closed())
 
     def begin(mask):
-        until_done(lambda: builder.begin(mask, game.seen))
+        until_done(lambda: builder.begin(mask, seen))
         for i in np.flatnonzero(mask):
-            naive[i].begin(game.of(i))
+            naive[i].begin(of(i))
 
     def add(mask, flags, reward, value, next_value, priority):
         found = []
@@ -123,10 +121,10 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         def call():
             if not by_step:
                 return builder.add(
-                    mask, flags, game.seen, reward, value=value, next_value=next_value,
+                    mask, flags, seen, reward, value=value, next_value=next_value,
                     priority=priority if given else None,
                 )  # fmt: skip
-            flat = flat_observations(schema, game.seen)
+            flat = flat_observations(schema, seen)
             done, some = builder.step(
                 flags & CUT != 0, flags == END, ~mask, ends, flat, reward,
                 priority if given else None,
@@ -143,13 +141,15 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         completed.update(zip(indices, magnitudes, strict=True))
 
     for i in range(streams):
-        game.reset(i)
+        for game in games.values():
+            game.reset(i)
     begin(everyone)
     over = np.zeros(streams, bool)
     for step in range(steps):
         begun, over = over, np.zeros(streams, bool)
         for i in range(streams):
-            game.reset(i) if begun[i] else game.step(i)
+            for game in games.values():
+                game.reset(i) if begun[i] else game.step(i)
         if begun.any():
             begin(begun)
         flags = np.zeros(streams, np.int64)
@@ -163,7 +163,7 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         add(~begun, flags, reward, value, next_value, priority)
         for i in np.flatnonzero(~begun):
             naive[i].add(
-                (action[i], mask[i]), reward[i], game.of(i),
+                (action[i], mask[i]), reward[i], of(i),
                 bool(flags[i] & CUT), bool(flags[i] & END), value[i], next_value[i],
                 priority[i] if given else -1.0 if by_step else None,
             )  # fmt: skip

@@ -24,7 +24,7 @@ def new_replay(stack=2, n=1, capacity=2000, chunk=8, **options):
 
 def stream_of_rows(rng, stack, n, count, padding="zero", end=0.05):
     """Transitions (obs, next_obs n steps later) as one stream plays them."""
-    game = Game(rng, 1, stack, padding)
+    game = Game(1, stack, padding)
     rows, episode = [], []
     game.reset(0)
     while len(rows) < count:

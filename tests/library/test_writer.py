@@ -35,13 +35,13 @@ class VectorGame:
 
     def __init__(self, rng, streams, stack, padding, autoreset, end):
         self.rng, self.end, self.autoreset = rng, end, autoreset
-        self.game = Game({"obs": (stack, 3, 2)}, streams, {"obs": padding})
+        self.game = Game(streams, stack, padding)
         self.over = np.zeros(streams, bool)
 
     def reset(self):
         for i in range(len(self.over)):
             self.game.reset(i)
-        return self.game.seen["obs"].copy()
+        return self.game.seen.copy()
 
     def step(self):
         """(next_obs, reward, terminated, truncated, final_obs, begun)."""
@@ -53,11 +53,11 @@ class VectorGame:
         terminated = ~begun & (self.rng.random(streams) < self.end)
         truncated = ~begun & (self.rng.random(streams) < self.end)
         self.over = terminated | truncated
-        final = self.game.seen["obs"].copy()
+        final = self.game.seen.copy()
         if self.autoreset == "same_step":
             for i in np.flatnonzero(self.over):
                 self.game.reset(i)
-        return self.game.seen["obs"].copy(), reward, terminated, truncated, final, begun
+        return self.game.seen.copy(), reward, terminated, truncated, final, begun
 
 
 def play(rng, replay, *, streams, steps, autoreset, padding="zero", end=0.1, final="array"):
@@ -99,8 +99,8 @@ def play(rng, replay, *, streams, steps, autoreset, padding="zero", end=0.1, fin
         if autoreset == "disabled" and env.over.any():
             for i in np.flatnonzero(env.over):
                 env.game.reset(i)
-                twins[i].begin(env.game.seen["obs"][i].copy())
-            writer.reset(env.game.seen["obs"], env.over)
+                twins[i].begin(env.game.seen[i].copy())
+            writer.reset(env.game.seen, env.over)
         assert replay.core.inserted == sum(len(twin.transitions) for twin in twins)
     return writer, [row for twin in twins for row in twin.transitions]
 
@@ -151,22 +151,20 @@ def test_every_transition_is_the_twins_and_can_be_drawn_at_once(
 def test_resets_in_mid_episode_never_close_a_chunk_without_a_row(tmp_path, chunk):
     replay = new_replay(n=3, capacity=200, chunk=chunk)
     writer, twin = replay.writer(1), NaiveNStep(3, GAMMA)
-    game = Game({"obs": (2, 3, 2)}, 1, {"obs": "distinct"})
+    game = Game(1, 2, "distinct")
     mask, action = np.zeros((1, 2), np.float32), 0
     for turn in range(60):
         game.reset(0)
-        writer.reset(game.seen["obs"])
-        twin.begin(game.seen["obs"][0].copy())
+        writer.reset(game.seen)
+        twin.begin(game.seen[0].copy())
         for _ in range(1 + (turn % 2) + 4 * (turn % 13 == 12)):  # mostly fewer steps than n
             game.step(0)
             action += 1
             writer.add(
-                action=[action], reward=[1.0], next_obs=game.seen["obs"], terminated=[False],
+                action=[action], reward=[1.0], next_obs=game.seen, terminated=[False],
                 truncated=[False], priority=[1.0], mask=mask,
             )  # fmt: skip
-            twin.add(
-                (action, mask[0], 1.0), 1.0, game.seen["obs"][0].copy(), False, False, 0.0, 0.0
-            )
+            twin.add((action, mask[0], 1.0), 1.0, game.seen[0].copy(), False, False, 0.0, 0.0)
         live = replay.core.ledger.live
         assert (replay.core.store.header_rows[live, COUNT] > 0).all()
     assert check_rows(replay, twin.transitions) == len(twin.transitions) > 8
