@@ -313,13 +313,13 @@ def test_a_tree_over_a_map_is_found_again_by_who_attaches() -> None:
     assert second.min_positive == leaves[leaves > 0].min()
 
 
-@pytest.mark.parametrize("capacity", [1000, 2 * MINIMA_BLOCK + 3])
-def test_attaching_mends_everything_but_the_leaves(capacity) -> None:
+@pytest.mark.parametrize(("capacity", "damage"), [(1000, -5.0), (2 * MINIMA_BLOCK + 3, 5.0)])
+def test_attaching_mends_everything_but_the_leaves(capacity, damage) -> None:
     memory = aligned(SumTree.required_bytes(capacity))
     tree = SumTree(capacity, memory)
     tree.update(np.arange(capacity), np.arange(float(capacity)))
     nodes = memory.view(np.float64)
-    nodes[capacity:] = -5.0
+    nodes[capacity:] = damage
     nodes[17] *= -1.0  # its owner died while it was drawn without replacement
     again = SumTree.attach(capacity, memory)
     assert_valid(again)
