@@ -83,7 +83,7 @@ def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> l
         report, target = book.read(source), results / measurement.file
         if measurement.parts:
             whole = book.read(target) or {"benchmark": report.get("benchmark", measurement.name)}
-            for key in ("results", *({"scores"} & set(report))):
+            for key in {"results", "scores"} & set(report):
                 whole.setdefault(key, {}).update(report[key])
             report = whole
         target.write_text(json.dumps(report, indent=1) + "\n")
