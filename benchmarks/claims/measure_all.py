@@ -10,7 +10,6 @@ and the texts. It is a step of its own, because a changed file makes the tree di
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from benchmarks.claims import claims as book
 from benchmarks.claims import numbers, running
 from benchmarks.claims.claims import Claim, Measurement
+from benchmarks.support.harness import put_json
 from benchmarks.support.machine import ROOT
 from zapex.errors import ConfigError
 
@@ -86,7 +86,7 @@ def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> l
             for key in {"results", "scores"} & set(report):
                 whole.setdefault(key, {}).update(report[key])
             report = whole
-        target.write_text(json.dumps(report, indent=1) + "\n")
+        put_json(target, report)
         written.append(measurement.name)
     return written
 

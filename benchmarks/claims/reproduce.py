@@ -1,6 +1,7 @@
 """`make reproduce`: every claim measured again on this machine, beside what is published.
 
-    python -m benchmarks.claims.reproduce [--claim ID] [--quick] [--claims FILE] [--work DIR]
+    python -m benchmarks.claims.reproduce [--claim ID] [--quick] [--claims FILE]
+                                          [--work DIR] [--results DIR]
 
 A claim is reproduced if its figure lies in the published p10..p90 widened by a tenth, or is better.
 A crowded machine, or another kind of processor, refutes nothing that needs a quiet machine: such a

@@ -11,7 +11,6 @@ file has what build/learning has, and nothing published.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from benchmarks.claims import measure_all
 from benchmarks.claims.claims import Measurement
 from benchmarks.learning.cells import CELLS, MINUTES, PEERS, Cell
 from benchmarks.learning.scores import plot, scores, table
+from benchmarks.support.harness import put_json
 from benchmarks.support.machine import ROOT
 
 WORK = ROOT / "build/learning"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = join(options.work, published)
     runs = report["results"]
     if options.publish:
-        _write(published, report)
+        put_json(published, report)
         plot(runs, published.with_suffix(".png"))
     for pattern in options.cell:
         if not any(fnmatch(name, pattern) for name in CELLS):
@@ -92,12 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if time.monotonic() > end_s and not options.json:
             break
     if options.json:
-        _write(options.json, join(options.work))
+        put_json(options.json, join(options.work))
     return 0
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

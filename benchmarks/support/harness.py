@@ -148,7 +148,7 @@ def write_json(
     found = evidence(options.watch, rounds, options.quick)
     facts = {**found, **facts, "quick": options.quick, "rounds": rounds}
     if options.json is not None:
-        _write(options.json, {"benchmark": benchmark, **facts, "results": results})
+        put_json(options.json, {"benchmark": benchmark, **facts, "results": results})
 
 
 def evidence(watch: Watch, rounds: int | None, quick: bool = False) -> dict[str, Any]:
@@ -172,9 +172,10 @@ def add_json(
     """Put one result beside the others of a file. found: its evidence()."""
     report = json.loads(path.read_text()) if path.exists() else {"benchmark": benchmark}
     report.setdefault("results", {})[name] = {**found, **result}
-    _write(path, report)
+    put_json(path, report)
 
 
-def _write(path: Path, report: Mapping[str, Any]) -> None:
+def put_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a result, in a directory that may be new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")

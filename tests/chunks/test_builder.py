@@ -65,6 +65,7 @@ class Game:
 
 
 LEVEL = "obs/level"
+FIRST_STREAM = 30
 
 
 def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0.1, max_age=0,
@@ -89,7 +90,12 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
     store = ChunkStore(aligned_zeros(ChunkStore.required_bytes(layout, slots)), layout, slots)
     ledger = SlotLedger(store)
     builder = ChunkBuilder(
-        store, streams, actor=7, incarnation=9, first_stream=30, max_chunk_age_steps=max_age
+        store,
+        streams,
+        actor=7,
+        incarnation=9,
+        first_stream=FIRST_STREAM,
+        max_chunk_age_steps=max_age,
     )
     naive = [NaiveNStep(n, 0.9) for _ in range(streams)]
     games = {image: Game(streams, stack, padding)}
@@ -206,7 +212,7 @@ def rows_of(store, closed):
         assert store.gather(keys, batch.layout, batch.memory, batch.keys) == 0
         priority = store.column(slot, "priority")
         for r in range(count):
-            out.setdefault(int(store.header_rows[slot, STREAM]) - 30, []).append(
+            out.setdefault(int(store.header_rows[slot, STREAM]) - FIRST_STREAM, []).append(
                 (parts(batch.obs, r), batch.action[r], batch["mask"][r].copy(), batch.reward[r],
                  batch.discount[r], parts(batch.next_obs, r), priority[r])
             )  # fmt: skip
@@ -395,7 +401,8 @@ def test_streams_that_start_together_commit_their_first_chunks_spread_out():
         rng, streams=4, stack=1, n=1, chunk=8, steps=8, end=0.0, cut=0.0
     )  # fmt: skip
     first = {
-        int(store.header_rows[s, STREAM]) - 30: int(store.header_rows[s, COUNT]) for s in closed[:4]
+        int(store.header_rows[s, STREAM]) - FIRST_STREAM: int(store.header_rows[s, COUNT])
+        for s in closed[:4]
     }
     assert first == {0: 2, 1: 4, 2: 6, 3: 8}
 
