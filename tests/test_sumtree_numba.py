@@ -18,7 +18,14 @@ from zapex.errors import (
     NotEnoughData,
     SharedMemoryError,
 )
-from zapex.sumtree_kernels import MINIMA_BLOCK, _spin, _walk_line, find_kernel, level_offsets
+from zapex.sumtree_kernels import (
+    MINIMA_BLOCK,
+    _spin,
+    _walk_line,
+    find_kernel,
+    level_offsets,
+    priority_limit,
+)
 from zapex.sumtree_numba import SumTree
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 513, 5000]
@@ -362,6 +369,16 @@ def test_memory_that_cannot_hold_the_tree_is_refused() -> None:
     garbage.view(np.float64)[5] = np.nan
     with pytest.raises(SharedMemoryError, match="not priorities"):
         SumTree.attach(100, garbage)
+
+
+def test_attaching_takes_leaves_up_to_the_largest_priority() -> None:
+    memory, most = aligned(SumTree.required_bytes(100)), priority_limit(100)
+    leaves = memory.view(np.float64)[:100]
+    leaves[:] = most
+    assert np.isfinite(SumTree.attach(100, memory).total)
+    leaves[99] = np.nextafter(most, np.inf)
+    with pytest.raises(SharedMemoryError, match="not priorities"):
+        SumTree.attach(100, memory)
 
 
 # -- bad input -------------------------------------------------------------------------------------

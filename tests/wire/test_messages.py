@@ -141,21 +141,22 @@ def test_real_chunks_arrive_as_they_were(stack: int, level: int) -> None:
 
 
 @pytest.mark.parametrize(("stack", "channels_last"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize("rows", [1, 64])
 def test_a_packed_batch_unpacks_to_what_a_gather_gives_with_each_frame_sent_once(
-    stack: int, channels_last: bool
+    stack: int, channels_last: bool, rows: int
 ) -> None:
     rng = np.random.default_rng(2)
     store, closed, *_ = play(rng, streams=2, stack=stack, n=3, chunk=8, steps=60)
-    layout = BatchLayout(store.layout.schema, 64, channels_last)
-    slots = rng.choice(closed, 64)
+    layout = BatchLayout(store.layout.schema, rows, channels_last)
+    slots = rng.choice(closed, rows)
     offsets = rng.integers(0, store.header_rows[slots, COUNT])
     indices = slots * store.layout.chunk + offsets
-    keys, leaves = store.keys_of(indices), rng.random(64) + 0.1
+    keys, leaves = store.keys_of(indices), rng.random(rows) + 0.1
     wanted, got = Batch.empty(layout), Batch.empty(layout)
     store.gather(keys, layout, wanted.memory, wanted.keys)
     wanted.indices[:] = indices
 
-    memory = np.empty(packed_bytes(layout.schema, 64), np.uint8)
+    memory = np.empty(packed_bytes(layout.schema, rows), np.uint8)
     draw = Draw(keys, indices, leaves, 9.0, 500, 0.1)
     packed = BatchPacker(store).pack(draw, epoch=1, sequence=2, memory=memory)
     tables = [store.column(s, name)[o] for name in ("obs_frames", "next_obs_frames")
@@ -163,7 +164,7 @@ def test_a_packed_batch_unpacks_to_what_a_gather_gives_with_each_frame_sent_once
     needed = {(s, f) for s, row in zip([*slots, *slots], tables, strict=True) for f in row}
     assert packed.frames == len([f for _, f in needed if f != NO_FRAME])
     assert packed.body[0].nbytes == 6 * packed.frames
-    message = m.decode(m.encode(packed), Form(store.layout, 64, 8))
+    message = m.decode(m.encode(packed), Form(store.layout, rows, 8))
     out = BatchUnpacker(layout, store.layout).unpack(message, got)
     assert (out.leaves == leaves).all()
     assert (out.total, out.smallest, out.count) == (9.0, 0.1, 500)
