@@ -173,7 +173,7 @@ class SampleSource(Protocol):
         """Ask for one more batch."""
 
     def ready(self) -> bool:
-        """Whether a batch can be polled."""
+        """Whether `poll` can do something: a batch has come, or over a network a piece of one."""
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Gather the oldest answered batch.
@@ -184,7 +184,8 @@ class SampleSource(Protocol):
                 so that the next batch is gathered while the learner learns from this one.
 
         Returns:
-            What was sampled, or None if no answer has come.
+            What was sampled, or None if not all of it has come. Then what has come may be in
+            `batch`: give the same one again.
         """
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:

@@ -136,9 +136,9 @@ class _Learner:
         """Nothing: the memory is elsewhere."""
         return {}
 
-    def take(self, samples: Any) -> None:
-        """The oldest batch that has come; the source's thread gathers the one after it."""
-        assert samples.poll(self._following, self.batch) is not None
+    def take(self, poll: Callable[[Batch, Batch], object]) -> None:
+        """The oldest batch; the source's thread gathers the one after it."""
+        poll(self._following, self.batch)
         self.batch, self._following = self._following, self.batch
 
     def serve(self, until_s: float) -> None:
@@ -233,10 +233,8 @@ class LinkLearner(_Learner):
 
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
-        samples = self._client.samples
-        self._client.wait_for_batch()
-        self.take(samples)
-        samples.request()
+        self.take(self._client.take)
+        self._client.samples.request()
         self.pulled += len(self._priorities)
 
     @property
@@ -271,7 +269,7 @@ class ShmLearner(_Learner):
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
         assert self._wait(self._samples.ready, _DEADLINE_S), "no batch came in time"
-        self.take(self._samples)
+        self.take(self._samples.poll)
         self._samples.request()
         self.pulled += len(self._priorities)
 

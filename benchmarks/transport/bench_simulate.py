@@ -139,8 +139,7 @@ class _Learner(ends.LinkLearner):
 
     def sample(self) -> None:
         """The batch that was asked for longest ago."""
-        self._client.wait_for_batch()
-        self.take(self._client.samples)
+        self.take(self._client.take)
         self.pulled += len(self._priorities)
 
     def update(self) -> None:

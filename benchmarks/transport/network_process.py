@@ -22,7 +22,8 @@ from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.net.keys import Security
 from zapex.net.listener import listen
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
+from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.replay.draw import Draw
 from zapex.shm_transport import HostMemory
@@ -158,7 +159,7 @@ class Bridge:
         del session.requests[asked]
         live = int(self._answers.ring.record(sequence)["count"])
         message = BatchMessage(
-            schema.hash, self.server.roster.epoch, asked, live, rows, frames,
+            schema.hash, self.server.roster.epoch, asked, live, rows, frames, 0,
             (*body, as_buffer(memory[:row_bytes])),
         )  # fmt: skip
         tracker = self.server.send(session, BULK, message)

@@ -70,10 +70,12 @@ def learner(
     psutil.cpu_percent()
     learned[0], published = 1, start
     while time.perf_counter() < start + seconds:
-        clock.enter("wait")
-        assert client.learner.wait(client.samples.ready, _DEADLINE_S)
-        clock.enter("gather")
-        assert client.samples.poll(batch, spare) is not None
+        sampled = None
+        while sampled is None:
+            clock.enter("wait")
+            assert client.learner.wait(client.samples.ready, _DEADLINE_S)
+            clock.enter("gather")
+            sampled = client.samples.poll(batch, spare)
         clock.enter("learn")
         began = time.perf_counter()
         while time.perf_counter() < began + step_s:

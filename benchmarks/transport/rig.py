@@ -162,10 +162,6 @@ class NetworkClient:
         also = tuple(fd for one in more for fd in one.fds)
         assert link.wait(done, _DEADLINE_S, also=also), link.waiting or "nothing came in time"
 
-    def wait_for_batch(self) -> None:
-        """A batch has come that can be polled."""
-        self._until(self.samples.ready, *self._learners)
-
     def _turn(self) -> None:
         self.relay.do_work()
         self.sender.do_work()
@@ -232,8 +228,11 @@ class NetworkClient:
 
     def poll(self) -> None:
         """The next batch, in our memory."""
-        self.wait_for_batch()
-        assert self.samples.poll(self.batch) is not None
+        self.take(self.batch)
+
+    def take(self, batch: Batch, following: Batch | None = None) -> None:
+        """The next batch, in `batch`; a thread may fill `following`."""
+        self._until(lambda: self.samples.poll(batch, following) is not None, *self._learners)
 
     def sample_on(self) -> int:
         """The next batch, and ask for one more; its bytes."""

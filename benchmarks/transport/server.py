@@ -24,7 +24,8 @@ from zapex.machine.waiting import Waiter
 from zapex.net import keys as curve_keys
 from zapex.net.keys import Security
 from zapex.net.listener import listen
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
+from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig

@@ -94,7 +94,7 @@ def _batch() -> m.BatchMessage:
     columns["obs_frames"][:] = [[NO_FRAME, 0], [0, 1]]
     columns["next_obs_frames"][:] = [[0, 1], [1, 2]]
     body = as_buffer(bytes(range(18))), as_buffer(bytes(range(24))), as_buffer(rows)
-    return m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, body)
+    return m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, 0, body)
 
 
 def examples() -> dict[str, Any]:

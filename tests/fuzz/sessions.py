@@ -21,7 +21,8 @@ from zapex.library.url_handler import CallHandler
 from zapex.library.url_link import CONFIG, form_of
 from zapex.machine.mailbox import Mailbox
 from zapex.net.listener import Received
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
+from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig

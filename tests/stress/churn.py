@@ -44,7 +44,8 @@ from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.listener import listen
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
+from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.net.sessions import Session
 from zapex.processes.child import PARENT_VARIABLE, child_setup

@@ -210,12 +210,13 @@ def learner(plan: Plan) -> Callable[[], object]:
         if not made:
             url = f"tcp://127.0.0.1:{words[_LINK_PORT]}"
             link = make_link(url, "learner", 8, plan.layout, incarnation=plan.new_life())
-            made.extend((link, ZmqSampleSource(link, BETA), ZmqParameterSink(link)))
+            made.extend(
+                (link, ZmqSampleSource(link, BETA, piece_rows=BATCH // 3), ZmqParameterSink(link))
+            )
         link, source, sink = made
         if source.outstanding < 2:
             source.request()
-        if source.ready():
-            source.poll(batch)
+        if source.poll(batch) is not None:
             words[_WRONG] += wrong_rows(batch, plan.layout.chunk_layout)
             source.update(batch.keys, np.ones(BATCH, np.float32))
             words[_BATCHES] += 1

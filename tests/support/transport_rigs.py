@@ -26,7 +26,8 @@ from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.listener import listen
 from zapex.net.redis_link import RedisLink
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
+from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.redis_transport import (

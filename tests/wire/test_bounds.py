@@ -257,6 +257,16 @@ def test_a_batch_has_no_more_frames_than_its_rows_can_need() -> None:
         refuses(replace(batch, rows=rows), f"a batch has 1 to {FORM.batch_size} rows, got {rows}")
 
 
+def test_a_piece_lies_in_its_batch_and_a_batch_has_at_most_64() -> None:
+    form = replace(FORM, batch_size=200)
+    for first in (0, 198):
+        assert hears(replace(raw("batch"), number=first), form).first == first
+    for first in (-1, 199):
+        refuses(replace(raw("batch"), number=first), f"do not fit .* behind {first}", form)
+    hears(replace(raw("sample"), rows=128, frames=2), form)
+    refuses(replace(raw("sample"), rows=129, frames=2), "129 rows in pieces of 2 .* 64", form)
+
+
 def test_only_experience_is_compressed_and_a_replay_takes_only_pushes_so() -> None:
     for name in ("push", "batch"):
         compressed = m.encode(examples()[name], True)

@@ -67,7 +67,7 @@ def examples() -> dict[str, object]:
     push = m.Push.of_chunks(
         LAYOUT, chunk(), [(0, 9, 2), (0, 8, 1)], actor=3, incarnation=77, sequence=12
     )
-    batch = m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, batch_parts())
+    batch = m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, 0, batch_parts())
     return messages.examples(push, batch, {"gamma": 0.5, "env": "x"}, SCHEMA)
 
 
@@ -183,7 +183,7 @@ def test_a_batch_with_a_number_that_no_tree_has_is_refused(at: int, number: floa
     frames, rows = batch_parts()
     bad = bytearray(rows)
     struct.pack_into("<d", bad, at, number)
-    batch = m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, (frames, as_buffer(bytes(bad))))
+    batch = m.BatchMessage(SCHEMA.hash, 55, 5, 1000, 2, 3, 0, (frames, as_buffer(bytes(bad))))
     with pytest.raises(BadMessage, match="positive and finite"):
         m.decode(m.encode(batch), FORM)
 

@@ -1,8 +1,7 @@
-"""The replay's ends of its links: chunks in, batches and parameters out."""
+"""The replay's ends of its links: chunks in, parameters out. Batches: net/sample_sink.py."""
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +25,13 @@ from zapex.machine.mailbox import Mailbox
 from zapex.net.server import LinkServer
 from zapex.net.sessions import MAY_SEND, Session
 from zapex.net.slot_memory import SlotMemory
-from zapex.replay.draw import Draw
 from zapex.transport import Incarnation
 from zapex.wire import control as messages
-from zapex.wire.batches import BatchPacker, check_batch_size, packed_bytes
-from zapex.wire.compression import check_compresses
 from zapex.wire.control import BULK, SMALL
 from zapex.wire.experience import Push, claimed_push
 from zapex.wire.header import Buffer, Kind, as_buffer
 
-_MOST_REQUESTS = 64
 _UNACKNOWLEDGED = 16  # chunks that may be committed before an ack is sent
-_FREE = 4  # free buffers of batches that are kept
 
 
 class ZmqExperienceSource:
@@ -239,109 +233,6 @@ class ZmqExperienceSource:
                 by_session.setdefault(session, []).append(actor)
         for session, actors in by_session.items():
             self._server.send(session, SMALL, messages.Ack(self._server.actor_states(actors)))
-
-
-class ZmqSampleSink:
-    """Requests from learners and priorities back; batches are packed here, next to the data.
-
-    No slot is read after `answer` returns, so evicted slots are free at once. A learner that does
-    not receive its batches gets no more batches until it does.
-    """
-
-    def __init__(self, server: LinkServer, store: ChunkStore) -> None:
-        form = server.form
-        check_batch_size(form.batch_size, form.schema.stack)
-        self._server, self._packer = server, BatchPacker(store)
-        self._buffer_bytes = packed_bytes(form.schema, form.batch_size)
-        self._buffers: list[tuple[NDArray[np.uint8], Any]] = []  # buffers that libzmq holds
-        self._free: list[NDArray[np.uint8]] = []
-        self._updates: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
-        self.issued = 0
-        self.counts = dict.fromkeys(("batches", "dropped", "updates", "foreign"), 0)
-        server.handlers[Kind.SAMPLE] = self._sample
-        server.handlers[Kind.UPDATE] = self._update
-
-    @property
-    def released(self) -> int:
-        """All answers: each one is a copy."""
-        return self.issued
-
-    def ready(self) -> bool:
-        """Whether there are updates that were not taken yet."""
-        return bool(self._updates)
-
-    def requests(self) -> int:
-        """How many batches are requested by learners that can receive one now."""
-        learners, room = self._server.sessions.of_roles("learner"), self._server.room
-        return sum(min(len(s.requests), room(s, BULK)) for s in learners)
-
-    def rows(self) -> int:
-        """The rows of the oldest request of a learner that can receive a batch now."""
-        session = self._next()
-        return session.oldest.rows if session else self._server.form.batch_size
-
-    def _next(self) -> Session | None:
-        learners, room = self._server.sessions.of_roles("learner"), self._server.room
-        return next((s for s in learners if s.requests and room(s, BULK)), None)
-
-    def answer(self, draw: Draw) -> None:
-        """Answer the oldest request; it stays if the batch cannot be sent."""
-        session = self._next()
-        if session is None:  # its session was lost after `requests` counted
-            self.counts["dropped"] += 1
-            return
-        request = session.requests.pop(session.oldest.sequence)
-        self.issued += 1
-        buffer = self._take_buffer()
-        message = self._packer.pack(
-            draw, epoch=self._server.roster.epoch, sequence=request.sequence, memory=buffer
-        )
-        tracker = self._server.send(session, BULK, message, request.compressed)
-        if tracker is None:
-            session.requests[request.sequence] = request
-            self._free.append(buffer)
-            self.counts["dropped"] += 1
-        else:
-            self._buffers.append((buffer, tracker))
-            self.counts["batches"] += 1
-
-    def _take_buffer(self) -> NDArray[np.uint8]:
-        held = []
-        for buffer, tracker in self._buffers:
-            if tracker.done:
-                self._free.append(buffer)
-            else:
-                held.append((buffer, tracker))
-        self._buffers = held
-        # Buffers that a slow learner needed once are not kept for ever.
-        del self._free[_FREE:]
-        return self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
-
-    def updates(self) -> Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Priority updates since the last call."""
-        updates, self._updates = self._updates, []
-        return updates
-
-    def _sample(self, session: Session, sample: messages.Sample) -> None:
-        if len(session.requests) >= _MOST_REQUESTS:
-            text = f"at most {_MOST_REQUESTS} batches can be asked for ahead"
-            self._server.send(session, SMALL, messages.Error(messages.Fault.BAD, text))
-            return
-        if sample.compressed:
-            check_compresses()
-        session.requests[sample.sequence] = sample
-
-    def _update(self, session: Session, update: messages.Update) -> None:
-        if update.sequence >= session.next_update:
-            session.next_update = update.sequence + 1
-            if update.epoch == self._server.roster.epoch:
-                self._updates.append((update.keys.copy(), update.priorities.copy()))
-                self._server.priorities.learned(update.priorities)
-                self.counts["updates"] += 1
-            else:
-                self.counts["foreign"] += len(update.keys)
-        ack = messages.UpdateAck(session.next_update, self.counts["foreign"])
-        self._server.send(session, SMALL, ack)
 
 
 class ZmqParameters:

@@ -4,11 +4,14 @@ No request or update is lost when a connection breaks or the replay's process di
 kept until its answer has come. An update is kept until it is acknowledged. Both are sent again when
 the replay says that a connection is new to it. The replay recognises repeats by their sequence
 numbers.
+
+The replay draws a batch once and sends a large one in pieces: while one is packed, another is on
+its way and a third is unpacked.
 """
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,46 +19,103 @@ from numpy.typing import NDArray
 
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
+from zapex.errors import BadMessage, OtherVersion
 from zapex.net.link import ZmqLink
 from zapex.replay.draw import Draw
 from zapex.transport import Sampled
 from zapex.wire import control as messages
-from zapex.wire.batches import BatchUnpacker, check_batch_size
-from zapex.wire.control import BULK, SMALL, Sample, Update, UpdateAck, Welcome
+from zapex.wire.batches import BatchUnpacker, check_batch_size, packed_bytes
+from zapex.wire.control import BULK, MOST_PIECES, SMALL, Sample, Update, UpdateAck, Welcome
 from zapex.wire.experience import BatchMessage
-from zapex.wire.header import Kind
+from zapex.wire.header import Form, Kind
 
 _UPDATES = 16  # updates that may be in flight
 _DEADLINE_S = 60.0  # for the separate thread, whose work takes milliseconds
 
-_Unpacked = tuple[BatchMessage, Draw]
-"""A message, and what was drawn for it."""
+_PIECE_BYTES = 6 << 20  # of the most that a batch can take
+
+_Checked = BatchMessage | BadMessage | OtherVersion
+"""A message, or what is wrong with it."""
+
+
+def _piece_rows(form: Form) -> int:
+    """Rows in one piece of a batch; 0: it comes in one."""
+    pieces = min(packed_bytes(form.schema, form.batch_size) // _PIECE_BYTES, MOST_PIECES)
+    return -(-form.batch_size // pieces) if pieces > 1 else 0
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request. come: pieces of its answer, in order. draws: of those unpacked into `batch`."""
+
+    rows: int
+    piece_rows: int
+    come: list[BatchMessage] = field(default_factory=list)
+    batch: Batch | None = None
+    draws: list[Draw] = field(default_factory=list)
+
+    @property
+    def _rows_come(self) -> int:
+        return sum(piece.rows for piece in self.come)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._rows_come == self.rows
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` can do something."""
+        return self.is_whole or len(self.draws) < len(self.come)
+
+    def begin_again(self) -> None:
+        """Expect the first piece."""
+        self.come, self.draws = [], []
+
+    def take(self, piece: BatchMessage) -> bool:
+        """Whether it is the next piece, or the first one of another answer to this request."""
+        if piece.first == 0 and not self.is_whole:
+            self.begin_again()
+        rest = self.rows - self._rows_come
+        fits = piece.first == self._rows_come and piece.rows <= rest
+        fits = fits and piece.rows in (rest, self.piece_rows)
+        if fits:
+            self.come.append(piece)
+        return fits
+
+    def unpack(self, unpacker: BatchUnpacker, batch: Batch) -> None:
+        """Put all pieces that have come into `batch`."""
+        if self.batch is not batch:
+            self.batch, self.draws = batch, []
+        for piece in self.come[len(self.draws) :]:
+            self.draws.append(unpacker.unpack(piece, batch, piece.first))
 
 
 class ZmqSampleSource:
     """A learner's batches, packed by the replay; several requests in flight.
 
+    piece_rows: rows of one piece of a batch; 0: it comes in one; None: as its size needs.
+
     If `poll` is told the memory of the `following` batch, a thread checks the next batch and
     unpacks it there while the learner trains.
     """
 
-    def __init__(self, link: ZmqLink, beta: float) -> None:
+    def __init__(self, link: ZmqLink, beta: float, *, piece_rows: int | None = None) -> None:
         form = link.form
         assert form is not None
         check_batch_size(form.batch_size, form.schema.stack)
         self._link, self._form, self._beta = link, form, beta
+        self._piece_rows = _piece_rows(form) if piece_rows is None else piece_rows
         self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
-        self._pending: dict[int, BatchMessage | None] = {}
-        self._rows: dict[int, int] = {}  # of each pending request
+        self._pending: dict[int, _Asked] = {}
         self._unsent: set[int] = set()
         self._next_request = self._next_update = 0
         self._updates: deque[tuple[Update, bool]] = deque()
         self._epoch = 0
         self._thread: ThreadPoolExecutor | None = None
-        self._come: deque[list[Any]] = deque()  # messages that came and are not checked yet
-        # The thread's current work: the batch, whether the link has not seen its message yet.
-        self._job: tuple[Batch, bool, Future[_Unpacked]] | None = None
-        self._ahead: tuple[Batch, _Unpacked] | None = None  # the thread's last result
+        # Messages that came and are not checked yet. While the thread works, it alone takes them.
+        self._come: deque[list[Any]] = deque()
+        # The thread's work: pieces of a batch, and all messages that it has checked.
+        self._job: tuple[_Asked, Future[list[_Checked]]] | None = None
         self.counts = dict.fromkeys(("doubled", "foreign"), 0)
         link.handlers[Kind.BATCH] = self._batch
         link.handlers[Kind.UPDATE_ACK] = self._update_ack
@@ -78,59 +138,64 @@ class ZmqSampleSource:
         return len(self._updates) >= _UPDATES
 
     def request(self, rows: int = 0) -> int:
-        """Ask for one more batch, or for `rows` of one. Returns the request's number."""
+        """Ask for one more batch, or, for `take`, `rows` of one. Returns the request's number."""
         sequence = self._next_request
         self._next_request += 1
-        self._pending[sequence] = None
-        self._rows[sequence] = rows or self._form.batch_size
+        asked = _Asked(rows, 0) if rows else _Asked(self._form.batch_size, self._piece_rows)
+        self._pending[sequence] = asked
         self._ask(sequence)
         return sequence
 
     def take(self, sequence: int) -> BatchMessage | None:
-        """The answer to a request, in place of `poll`; None if it has not come."""
-        message = self._pending.get(sequence)
-        if message is not None:
-            self.forget(sequence)
-            self._epoch = message.epoch
+        """The answer to a request for some rows, in place of `poll`; None if it has not come."""
+        asked = self._pending.get(sequence)
+        if asked is None or not asked.come:
+            return None
+        (message,) = asked.come
+        self.forget(sequence)
+        self._epoch = message.epoch
         return message
 
     def forget(self, sequence: int) -> None:
         """Expect no answer to a request any more."""
-        del self._pending[sequence], self._rows[sequence]
+        del self._pending[sequence]
         self._unsent.discard(sequence)
 
     def ready(self) -> bool:
-        """Whether a batch can be polled."""
+        """Whether a batch, or a piece of one, has come that `poll` can unpack."""
         self._link.do_work()
-        if self._oldest() is None:
+        if not self._has_news():
             self._finish_job()
-        while self._come and self._oldest() is None:
-            self._link.accept(BULK, partial(messages.decode, self._come.popleft(), self._form))
-        return self._oldest() is not None
+        while self._come and not self._has_news():
+            self._accept(self._check(self._come.popleft()))
+        return self._has_news()
 
-    def _oldest(self) -> tuple[int, BatchMessage] | None:
-        """The oldest request that is answered, and its answer."""
-        answered = ((s, a) for s, a in self._pending.items() if a is not None)
-        return next(answered, None)
+    def _current(self) -> tuple[int, _Asked] | None:
+        """The request that is being unpacked, or else the oldest of whose answer something came."""
+        begun = (one for one in self._pending.items() if one[1].draws)
+        come = (one for one in self._pending.items() if one[1].come)
+        return next(begun, None) or next(come, None)
+
+    def _has_news(self) -> bool:
+        current = self._current()
+        return current is not None and current[1].has_news
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
-        """Unpack the oldest batch that has come, with its weights, into `batch`; or return None."""
+        """Unpack into `batch` what has come of the oldest; None until all is there."""
         self._finish_job()  # the thread may be writing into `batch`
-        if not self.ready():
-            return None
-        oldest, (ahead, self._ahead) = self._oldest(), (self._ahead, None)
-        assert oldest is not None
-        sequence, message = oldest
-        if ahead is not None and ahead[0] is batch and ahead[1][0] is message:
-            draw = ahead[1][1]
-        else:
-            draw = self._unpacker(batch.layout).unpack(message, batch)
-        draw.weigh(batch.weights, self._beta)
-        self._epoch = message.epoch
-        self.forget(sequence)
-        if following is not None:
-            self._begin_job(following)
-        return Sampled(torn=0, live=message.live)
+        while self.ready():
+            current = self._current()
+            assert current is not None
+            sequence, asked = current
+            asked.unpack(self._unpacker(batch.layout), batch)
+            if asked.is_whole:
+                Draw.whole(asked.draws).weigh(batch.weights, self._beta)
+                self._epoch = asked.come[0].epoch
+                self.forget(sequence)
+                if following is not None:
+                    self._begin_job(following)
+                return Sampled(torn=0, live=asked.come[0].live)
+        return None
 
     def _unpacker(self, layout: BatchLayout) -> BatchUnpacker:
         if layout not in self._unpackers:
@@ -146,25 +211,55 @@ class ZmqSampleSource:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "batches")
             self._link.aside[Kind.BATCH] = self._come.append
-        known, unpacker = self._oldest(), self._unpacker(batch.layout)
-        if known is None and not self._come:
+        current, unpacker = self._current(), self._unpacker(batch.layout)
+        if current is None and not self._come:
             return
-        parts = self._come.popleft() if known is None else []
+        # The request itself is the learner's thread's.
+        ahead = _Asked(self._form.batch_size, 0, [] if current is None else list(current[1].come))
 
-        def unpack() -> _Unpacked:
-            message = known[1] if known is not None else messages.decode(parts, self._form)
-            return message, unpacker.unpack(message, batch)
+        def unpack() -> list[_Checked]:
+            checked: list[_Checked] = []
+            ahead.unpack(unpacker, batch)
+            while not ahead.is_whole and self._come:
+                message = self._check(self._come.popleft())
+                checked.append(message)
+                if not isinstance(message, BatchMessage) or not ahead.take(message):
+                    break
+                ahead.unpack(unpacker, batch)
+            return checked
 
-        self._job = batch, known is None, self._thread.submit(unpack)
+        self._job = ahead, self._thread.submit(unpack)
+
+    def _check(self, parts: list[Any]) -> _Checked:
+        try:
+            message: BatchMessage = messages.decode(parts, self._form)
+        except (BadMessage, OtherVersion) as error:
+            return error
+        return message
+
+    def _accept(self, checked: _Checked) -> None:
+        def message() -> BatchMessage:
+            if isinstance(checked, Exception):
+                raise checked
+            return checked
+
+        self._link.accept(BULK, message)
 
     def _finish_job(self) -> None:
-        """Wait for the thread, and accept the message that it has checked."""
+        """Wait for the thread. What it has checked is accepted, what it has unpacked is kept."""
         job, self._job = self._job, None
         if job is None:
             return
-        batch, fresh, work = job
-        if not fresh or self._link.accept(BULK, lambda: work.result(_DEADLINE_S)[0]) is not None:
-            self._ahead = batch, work.result(_DEADLINE_S)
+        ahead, work = job
+        for checked in work.result(_DEADLINE_S):
+            self._accept(checked)
+        current = self._current()
+        if current is None:
+            return
+        asked = current[1]
+        # Not if it was an answer that came twice, or another one has begun since.
+        if list(map(id, ahead.come)) == list(map(id, asked.come[: len(ahead.come)])):
+            asked.batch, asked.draws = ahead.batch, ahead.draws
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
         """Send new priorities; False while too many are in flight."""
@@ -177,7 +272,9 @@ class ZmqSampleSource:
         return True
 
     def _ask(self, sequence: int) -> None:
-        sample = Sample(sequence, self._rows[sequence], self._link.compressed)
+        asked = self._pending[sequence]
+        asked.begin_again()
+        sample = Sample(sequence, asked.rows, self._link.compressed, asked.piece_rows)
         if self._link.send(SMALL, sample) is None:
             self._unsent.add(sequence)
         else:
@@ -185,15 +282,13 @@ class ZmqSampleSource:
 
     def _ask_again(self) -> None:
         """An invalid answer may have been a batch, so requests are sent again."""
-        for sequence, answer in self._pending.items():
-            if answer is None:
+        for sequence, asked in self._pending.items():
+            if not asked.is_whole:
                 self._ask(sequence)
 
     def _batch(self, message: BatchMessage) -> None:
-        asked = self._rows.get(message.sequence) == message.rows
-        if asked and self._pending[message.sequence] is None:
-            self._pending[message.sequence] = message
-        else:
+        asked = self._pending.get(message.sequence)
+        if asked is None or not asked.take(message):
             self.counts["doubled"] += 1
 
     def _update_ack(self, ack: UpdateAck) -> None:
@@ -202,8 +297,8 @@ class ZmqSampleSource:
             self._updates.popleft()
 
     def _welcome(self, welcome: Welcome, channel: int) -> None:
-        for sequence, answer in self._pending.items():
-            if answer is None and (welcome.fresh or sequence in self._unsent):
+        for sequence, asked in self._pending.items():
+            if not asked.is_whole and (welcome.fresh or sequence in self._unsent):
                 self._ask(sequence)
         # Updates that could not be sent, or were sent over a connection that is closed.
         for i, (update, sent) in enumerate(self._updates):

@@ -1,5 +1,6 @@
 """A draw: the sampled keys, before their rows are copied, and the layout of a draw."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
@@ -28,6 +29,22 @@ class Draw:
     total: float
     count: int
     smallest: float
+
+    def piece(self, first: int, rows: int) -> Self:
+        """At most `rows` rows of it, from `first` on; views."""
+        some = slice(first, first + rows)
+        keys, indices, leaves = self.keys[some], self.indices[some], self.leaves[some]
+        return type(self)(keys, indices, leaves, self.total, self.count, self.smallest)
+
+    @classmethod
+    def whole(cls, pieces: Sequence[Self]) -> Self:
+        """What was drawn in pieces, which are given in their order."""
+        keys, indices, leaves = (
+            np.concatenate([getattr(piece, name) for piece in pieces])
+            for name in ("keys", "indices", "leaves")
+        )
+        one = pieces[0]
+        return cls(keys, indices, leaves, one.total, one.count, one.smallest)
 
     @staticmethod
     @lru_cache(maxsize=256)

@@ -149,8 +149,7 @@ class _Peer:
         for _ in range(min(_AHEAD, batches)):
             self.samples.request()
         for number in range(batches):
-            self._until(self.samples.ready, self.learner)
-            self.samples.poll(self.batch)
+            self._until(lambda: self.samples.poll(self.batch) is not None, self.learner)
             if number + _AHEAD < batches:
                 self.samples.request()
 

@@ -16,7 +16,8 @@ from zapex.host.roster import Roster
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.listener import listen
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
+from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.processes.child import child_setup
 from zapex.replay.core import ReplayCore, ReplayLayout

@@ -157,9 +157,12 @@ class BatchPacker:
         self._layouts: dict[int, _Layout] = {}
 
     def pack(
-        self, draw: Draw, *, epoch: int, sequence: int, memory: NDArray[np.uint8]
+        self, draw: Draw, *, epoch: int, sequence: int, memory: NDArray[np.uint8], first: int = 0
     ) -> BatchMessage:
-        """The batch of `draw` in `memory` (at least `packed_bytes`); it refers to `memory`."""
+        """The batch of `draw` in `memory` (at least `packed_bytes`); it refers to `memory`.
+
+        first: where its rows go in the batch, if `draw` is a piece of it.
+        """
         store, rows = self._store, len(draw.keys)
         layout = self._layouts.get(rows)
         if layout is None:
@@ -173,7 +176,7 @@ class BatchPacker:
             at += frames * column.item_bytes
         last = as_buffer(memory[: layout.rows_bytes])
         return BatchMessage(
-            self._schema.hash, epoch, sequence, draw.count, rows, frames, (*body, last)
+            self._schema.hash, epoch, sequence, draw.count, rows, frames, first, (*body, last)
         )  # fmt: skip
 
 

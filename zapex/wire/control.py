@@ -44,6 +44,7 @@ MAX_CONFIG_BYTES = 1 << 16
 # Parsed JSON takes many times the memory of its text, so objects are counted first.
 MAX_CONFIG_ITEMS, MAX_CONFIG_TABLES = 4096, 256
 MAX_EPISODES = 1024  # in one message
+MOST_PIECES = 64  # of one batch
 ROLES = ("relay", "learner", "reader", "client")
 SMALL, BULK = 0, 1  # the two connections of a client
 LEARNER, REPLAY = -1, -2  # in place of an actor's number in statistics
@@ -139,22 +140,26 @@ class Ack(Message, kind=Kind.ACK, body=_ACTOR_STATES):
     actors: NDArray[np.void]
 
 
-def _check_batch_size(raw: RawMessage, form: Form) -> tuple[()]:
+def _check_sample(raw: RawMessage, form: Form) -> tuple[()]:
     if not 1 <= raw.rows <= form.batch_size:
         raise BadMessage(f"this run's batches have 1 to {form.batch_size} rows, not {raw.rows}")
+    if raw.frames and raw.rows > MOST_PIECES * raw.frames:
+        raise BadMessage(f"{raw.rows} rows in pieces of {raw.frames} are above {MOST_PIECES}")
     return read_nothing(raw, form)
 
 
-class Sample(Message, kind=Kind.SAMPLE, body=Body(lambda m: (), _check_batch_size)):
+class Sample(Message, kind=Kind.SAMPLE, body=Body(lambda m: (), _check_sample)):
     """A request for one batch, or for a part of one that several replays draw together.
 
-    sequence: its number, which the answer repeats. rows: at most the run's batch size.
-    compressed: the answer is to be compressed.
+    sequence: its number, which the answers repeat. rows: at most the run's batch size.
+    compressed: the batch is to be compressed. piece_rows: it is drawn whole and comes in pieces of
+    so many rows; 0: in one.
     """
 
     sequence: int = word("sequence")
     rows: int = word("rows")
     compressed: bool = word("number", 0, 1, to=bool, default=False)
+    piece_rows: int = word("frames", default=0)
 
 
 class Update(Message, kind=Kind.UPDATE, body=priorities_body("<f4"), rows=lambda m: len(m.keys)):

@@ -263,6 +263,8 @@ def _read_batch(raw: RawMessage, form: Form) -> tuple[Any, ...]:
     schema, rows, frames = form.schema, raw.rows, raw.frames
     if not 1 <= rows <= form.batch_size:
         raise BadMessage(f"a batch has 1 to {form.batch_size} rows, got {rows}")
+    if not 0 <= raw.number <= form.batch_size - rows:
+        raise BadMessage(f"{rows} rows do not fit into a batch behind {raw.number}")
     if frames > 2 * rows * schema.stack:
         raise BadMessage(f"{frames} frames are more than {rows} rows can need")
     _check_lengths(raw, schema, frames, batch_rows_bytes(schema, rows))
@@ -281,10 +283,11 @@ def _check_positive(values: NDArray[np.float64], what: str) -> None:
 
 
 class BatchMessage(Message, kind=Kind.BATCH, body=Body(lambda m: m.body, _read_batch)):
-    """One sampled batch, each frame once.
+    """One sampled batch, or a piece of one, each frame once.
 
-    epoch: of the memory. live: transitions in it when the batch was drawn. body: frames of each
-    observation column; then the draw and the columns of `batch_rows`.
+    epoch: of the memory. live: transitions in it when the batch was drawn. first: the place of the
+    first row in its batch. body: frames of each observation column; then the draw and the columns
+    of `batch_rows`.
     """
 
     schema: int = word("schema")
@@ -293,6 +296,7 @@ class BatchMessage(Message, kind=Kind.BATCH, body=Body(lambda m: m.body, _read_b
     live: int = word("incarnation")
     rows: int = word("rows")
     frames: int = word("frames")
+    first: int = word("number")
     body: tuple[Buffer, ...] = field(repr=False)
 
     @property
