@@ -1,8 +1,10 @@
 """A batch in pieces: whatever comes, however often, and in whichever order, each is one draw."""
 
+import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.sessions import Session
 from zapex.replay.draw import Draw
 from zapex.wire import control as m
-from zapex.wire.batches import BatchPacker, packed_bytes
+from zapex.wire.batches import BatchPacker, BatchUnpacker, packed_bytes
 from zapex.wire.control import BULK, SMALL
 from zapex.wire.header import Form, Kind
 
@@ -192,6 +194,38 @@ def test_pieces_that_nobody_asked_for_are_counted_and_left_out() -> None:
     deliver(replay, link)
     assert source.poll(batch) is not None
     replay.check(batch)
+
+
+@pytest.mark.parametrize("unchecked", [False, True])
+@pytest.mark.parametrize(("piece_rows", "pieces"), [(0, 1), (4, 3)])
+def test_all_pieces_that_have_come_are_unpacked_by_the_thread(
+    piece_rows: int, pieces: int, unchecked: bool
+) -> None:
+    replay, by_thread = Replay(7), list[bool]()
+    link, batches = Link(replay), [Batch.empty(replay.layout) for _ in range(2)]
+    source = ZmqSampleSource(link, BETA, piece_rows=piece_rows)
+    unpack = BatchUnpacker.unpack
+
+    def noted(*args: Any) -> Draw:
+        by_thread.append(threading.current_thread() is not threading.main_thread())
+        return unpack(*args)
+
+    def poll(turn: int) -> None:
+        assert source.poll(batches[turn % 2], batches[1 - turn % 2]) is not None
+        assert replay.check(batches[turn % 2]) == turn
+
+    with mock.patch.object(BatchUnpacker, "unpack", noted):
+        for turn in range(3):
+            source.request()
+            replay.answer(turn)
+        # From the first poll on, messages are left to the thread.
+        deliver(replay, link, pieces if unchecked else 3 * pieces)
+        poll(0)
+        deliver(replay, link)
+        poll(1)
+        poll(2)
+    last = [False, False, True] if unchecked else [False, True, True]
+    assert by_thread == [thread for thread in last for _ in range(pieces)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -31,7 +31,6 @@ from zapex.wire.header import Form, Kind
 
 _UPDATES = 16  # updates that may be in flight
 _DEADLINE_S = 60.0  # for the separate thread, whose work takes milliseconds
-
 _PIECE_BYTES = 6 << 20  # of the most that a batch can take
 
 _Checked = BatchMessage | BadMessage | OtherVersion
@@ -214,8 +213,10 @@ class ZmqSampleSource:
         current, unpacker = self._current(), self._unpacker(batch.layout)
         if current is None and not self._come:
             return
-        # The request itself is the learner's thread's.
-        ahead = _Asked(self._form.batch_size, 0, [] if current is None else list(current[1].come))
+        # The request itself belongs to the learner's thread.
+        ahead = _Asked(self._form.batch_size, self._piece_rows)
+        if current is not None:
+            ahead.come = list(current[1].come)
 
         def unpack() -> list[_Checked]:
             checked: list[_Checked] = []
