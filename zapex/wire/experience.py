@@ -1,8 +1,10 @@
 """Experience between hosts: closed chunks and sampled batches, each frame once."""
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +69,7 @@ def _chunk_rows(schema: Schema) -> np.dtype[np.void]:
     return np.dtype(_frames_and_steps(schema) + numbers)
 
 
+@lru_cache(maxsize=16)
 def batch_rows(schema: Schema) -> np.dtype[np.void]:
     """The columns of a batch's rows, without its draw."""
     return np.dtype([*_frames_and_steps(schema), ("reward", "<f4"), ("discount", "<f4")])
@@ -272,14 +275,11 @@ def _read_batch(raw: RawMessage, form: Form) -> tuple[Any, ...]:
     dtype = Draw.dtype(rows)
     _check_frames(last, dtype.itemsize, rows, frames, schema)
     draw = Draw.read(np.frombuffer(last, dtype, 1)[0])
-    _check_positive(draw.leaves, "a leaf that was drawn is")
-    _check_positive(np.array([draw.total, draw.smallest]), "the total and the smallest leaf are")
+    if not 0.0 < draw.leaves.min() <= draw.leaves.max() < math.inf:  # false for NaN
+        raise BadMessage("a leaf that was drawn is positive and finite")
+    if not (0.0 < draw.total < math.inf and 0.0 < draw.smallest < math.inf):
+        raise BadMessage("the total and the smallest leaf are positive and finite")
     return (raw.body,)
-
-
-def _check_positive(values: NDArray[np.float64], what: str) -> None:
-    if not (values > 0).all() or not np.isfinite(values).all():
-        raise BadMessage(f"{what} positive and finite")
 
 
 class BatchMessage(Message, kind=Kind.BATCH, body=Body(lambda m: m.body, _read_batch)):
