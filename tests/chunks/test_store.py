@@ -95,7 +95,9 @@ def test_eviction_makes_a_new_generation_and_the_old_keys_fit_no_more():
     slot = make_live(store, ledger)
     keys = store.keys_of(slot * CHUNK + np.arange(CHUNK))
     assert indices_of(store, keys)[1] == CHUNK
+    assert all(store.holds(key) for key in keys.tolist())
     ledger.evict(0)
+    assert not any(store.holds(key) for key in keys.tolist())
     assert store.header_rows[slot, GENERATION] == 2
     indices, fit = indices_of(store, keys)
     assert fit == 0
@@ -115,8 +117,10 @@ def test_the_generation_wraps_within_its_bits_and_keys_stay_positive():
     key = store.keys_of(np.array([slot * CHUNK]), shard=127)
     assert key[0] > 0
     assert indices_of(store, key, shard=127)[1] == 1
+    assert store.holds(int(key[0]))
     ledger.evict(0)
     assert store.header_rows[slot, GENERATION] == 1
+    assert not store.holds(int(key[0]))
     assert indices_of(store, key, shard=127)[1] == 0
 
 
