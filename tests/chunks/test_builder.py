@@ -335,6 +335,20 @@ def test_a_chunk_with_a_row_is_closed_when_it_is_of_age():
     assert [step(value) for value in range(2, 9)] == [[], [], [1], [], [2], [], [2]]
 
 
+def test_a_step_after_the_end_of_an_episode_is_left_out_until_the_next_begins():
+    store, builder, obs, step = one_stream(n=1, chunk=8)
+    builder.begin(ONE, obs(1))
+    builder.add(ONE, np.array([END]), obs(2), np.ones(1))
+    step(3)
+    assert len(builder.last_completed()[0]) == 0
+    builder.begin(ONE, obs(4))
+    step(5)
+    builder.flush()
+    (slot,) = builder.take_closed()
+    assert store.header_rows[slot, COUNT] == 2
+    assert store.column(slot, "obs")[:4].ravel().tolist() == [1, 2, 4, 5]
+
+
 def test_an_observation_of_zeros_alone_is_one_stored_frame():
     store, builder, obs, step = one_stream(n=1, chunk=2, stack=3)
     builder.begin(ONE, obs(0))
