@@ -41,7 +41,7 @@ MODULES = {
     ),
     "chunks": (
         ["zapex/chunks/ledger.py", "zapex/chunks/store.py"],
-        "tests/chunks/test_store.py tests/chunks",
+        "tests/chunks/test_store.py tests/chunks tests/machine/test_barriers.py",
     ),
     "n-step": (["zapex/chunks/step_kernels.py"], "tests/chunks/test_builder.py"),
     "limiter": (["zapex/replay/limiter.py"], "tests/replay/test_limiter.py"),
