@@ -269,9 +269,12 @@ class ShmLearner(_Learner):
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
         assert self._wait(self._samples.ready, _DEADLINE_S), "no batch came in time"
-        self.take(self._samples.poll)
+        self.take(self._poll)
         self._samples.request()
         self.pulled += len(self._priorities)
+
+    def _poll(self, batch: Batch, following: Batch) -> None:
+        assert self._samples.poll(batch, following) is not None
 
     def update(self) -> None:
         """New priorities, in the ring."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -59,7 +60,11 @@ class Replay:
             piece = self.packer.pack(
                 draw.piece(first, rows), epoch=1, sequence=sequence, memory=memory, first=first
             )
-            self.wire.append([bytearray(part) for part in m.encode(piece)])
+            self.put(m.encode(piece))
+
+    def put(self, parts: Sequence[Any]) -> None:
+        """Send a copy: the sender may use its memory again."""
+        self.wire.append([bytearray(part) for part in parts])
 
     def spoil(self) -> None:
         """Break a message on its way."""
@@ -125,12 +130,18 @@ def deliver(replay: Replay, link: Link, messages: int = 10_000) -> None:
         link.come.append(replay.wire.popleft())
 
 
+def asking(replay: Replay, piece_rows: int = 4) -> tuple[Link, Batch, ZmqSampleSource]:
+    """A learner that has asked for one batch."""
+    link: Any = Link(replay)
+    source = ZmqSampleSource(link, BETA, piece_rows=piece_rows)
+    source.request()
+    return link, Batch.empty(replay.layout), source
+
+
 @pytest.mark.parametrize("piece_rows", [0, 1, 3, 9, 10, 11])
 def test_a_batch_in_pieces_is_the_batch_that_was_drawn(piece_rows: int) -> None:
     replay = Replay(1)
-    link, batch = Link(replay), Batch.empty(replay.layout)
-    source = ZmqSampleSource(link, BETA, piece_rows=piece_rows)
-    source.request()
+    link, batch, source = asking(replay, piece_rows)
     replay.answer(0)
     assert len(replay.wire) == {1: 10, 3: 4, 9: 2}.get(piece_rows, 1)
     deliver(replay, link)
@@ -143,9 +154,7 @@ def test_a_batch_in_pieces_is_the_batch_that_was_drawn(piece_rows: int) -> None:
 
 def test_a_piece_is_unpacked_while_others_are_on_their_way() -> None:
     replay = Replay(2)
-    link, batch = Link(replay), Batch.empty(replay.layout)
-    source = ZmqSampleSource(link, BETA, piece_rows=4)
-    source.request()
+    link, batch, source = asking(replay)
     replay.answer(0)
     ((_, draw),) = replay.drawn.values()
     for rows in (4, 8):
@@ -161,9 +170,7 @@ def test_a_piece_is_unpacked_while_others_are_on_their_way() -> None:
 
 def test_another_answer_to_a_request_begins_anew() -> None:
     replay = Replay(3)
-    link, batch = Link(replay), Batch.empty(replay.layout)
-    source = ZmqSampleSource(link, BETA, piece_rows=4)
-    source.request()
+    link, batch, source = asking(replay)
     replay.answer(0)
     replay.wire.pop()
     replay.answer(0)
@@ -177,9 +184,7 @@ def test_another_answer_to_a_request_begins_anew() -> None:
 
 def test_pieces_that_nobody_asked_for_are_counted_and_left_out() -> None:
     replay = Replay(4)
-    link, batch = Link(replay), Batch.empty(replay.layout)
-    source = ZmqSampleSource(link, BETA, piece_rows=4)
-    source.request()
+    link, batch, source = asking(replay)
     replay.answer(0)
     second = replay.wire[1]
     replay.requests[7] = m.Sample(7, ROWS)
@@ -287,19 +292,20 @@ def test_a_large_batch_comes_in_pieces_of_some_megabytes(rows: int, pieces: int)
     assert m.decode(m.encode(asked), link.form) == asked
 
 
-def test_a_batch_of_which_a_piece_cannot_be_sent_is_drawn_again() -> None:
+@pytest.mark.parametrize(("piece_rows", "pieces"), [(4, 3), (2**32 - 1, 1)])
+def test_a_batch_of_which_a_piece_cannot_be_sent_is_drawn_again(
+    piece_rows: int, pieces: int
+) -> None:
     replay = Replay(6)
-    link, batch = Link(replay), Batch.empty(replay.layout)
-    source = ZmqSampleSource(link, BETA, piece_rows=4)
-    source.request()
-    session, fails = Session("learner", 1, 1, 0.0, requests=replay.requests), {1}
+    link, batch, source = asking(replay, piece_rows)
+    session, fails = Session("learner", 1, 1, 0.0, requests=replay.requests), {pieces - 1}
 
     def send(_: Session, channel: int, message: Any, compressed: bool) -> Any:
         number = len(replay.wire)
         if number in fails:
             fails.remove(number)
             return None
-        replay.wire.append([bytearray(part) for part in m.encode(message, compressed)])
+        replay.put(m.encode(message, compressed))
         return SimpleNamespace(done=True)
 
     server: Any = SimpleNamespace(
@@ -312,7 +318,7 @@ def test_a_batch_of_which_a_piece_cannot_be_sent_is_drawn_again() -> None:
         sink.answer(draw)
         assert sink.requests() == requests
     assert sink.counts["dropped"] == sink.counts["batches"] == 1
-    assert len(replay.wire) == 1 + 3
+    assert len(replay.wire) == pieces - 1 + pieces
     deliver(replay, link)
     assert source.poll(batch) is not None
     replay.drawn[draw.keys.tobytes()] = 0, draw

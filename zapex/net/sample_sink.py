@@ -73,17 +73,19 @@ class ZmqSampleSink:
             return
         request = session.requests.pop(session.oldest.sequence)
         self.issued += 1
-        rows = request.piece_rows or request.rows
+        rows = min(request.piece_rows or request.rows, request.rows)  # whatever a learner says
         for first in range(0, len(draw.keys), rows):
-            if not self._send(session, request, draw.piece(first, rows), first):
+            buffer = self._take_buffer(packed_bytes(self._server.form.schema, rows))
+            if not self._send(session, request, draw.piece(first, rows), first, buffer):
                 session.requests[request.sequence] = request
                 self.counts["dropped"] += 1
                 return
         self.counts["batches"] += 1
 
-    def _send(self, session: Session, request: messages.Sample, draw: Draw, first: int) -> bool:
-        nbytes = packed_bytes(self._server.form.schema, request.piece_rows or request.rows)
-        buffer = self._take_buffer(nbytes)
+    def _send(
+        self, session: Session, request: messages.Sample, draw: Draw, first: int,
+        buffer: NDArray[np.uint8],
+    ) -> bool:  # fmt: skip
         message = self._packer.pack(
             draw, epoch=self._server.roster.epoch, sequence=request.sequence, memory=buffer,
             first=first,
