@@ -108,8 +108,10 @@ def prefetches(tree: ast.AST) -> set[ast.AST]:
 def _only_prefetches(node: ast.AST) -> bool:
     """Whether it stores nothing, returns nothing, and calls nothing but what prefetches."""
     inner = list(ast.walk(node))
-    if any(isinstance(n, ast.Return) or isinstance(getattr(n, "ctx", None), ast.Store)
-           and not isinstance(n, ast.Name) for n in inner):  # fmt: skip
+    stores = [n for n in inner if isinstance(getattr(n, "ctx", None), ast.Store)]
+    if not all(isinstance(n, ast.Name) for n in stores):
+        return False
+    if any(isinstance(n, ast.Return) for n in inner):
         return False
     calls = [ast.unparse(n) for n in inner if isinstance(n, ast.Expr)]
     calls = [call for call in calls if not call.startswith(("'", '"'))]  # docstrings
