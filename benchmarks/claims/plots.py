@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import claims as book
+from benchmarks.learning import scores
 from benchmarks.replay import bench_scale, bench_sumtree
 from benchmarks.transport import bench_simulate, bench_transport
 
@@ -17,6 +18,7 @@ PLOTS: dict[str, Callable[[Any, Path], None]] = {
     "sumtree": lambda results, path: bench_sumtree.plot(results["sweep"], path),
     "scale": bench_scale.plot,
     "transport": bench_transport.plot,
+    "learning": scores.plot,
     "simulate": lambda results, path: bench_simulate.draw(results["points"], path, quick=False),
 }
 

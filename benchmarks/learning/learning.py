@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("commit first: what is measured must be a commit", file=sys.stderr)
         return 2
     end_s = time.monotonic() + 3600 * options.hours
-    for name in missing:
+    for number, name in enumerate(missing, 1):
         one = _measurement(CELLS[name])
-        print(f"[{len(missing)} to make, {one.minutes:g} min each] {one.command}", flush=True)
+        print(f"[{number} of {len(missing)}, {one.minutes:g} min each] {one.command}", flush=True)
         outcome = measure_all.measure(one, options.work, time.monotonic() + 3600)
         print(f"  {name}: {outcome}", flush=True)
         if not outcome.startswith("measured"):
