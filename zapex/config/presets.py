@@ -212,7 +212,7 @@ SEEN: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("laptop", "ALE/Pong-v5"): ((20, 14),),
     ("laptop", "CartPole-v1"): ((0.5, 500),),
 }
-"""Evaluations on two cores: (minutes, mean return), of one run or of five, from benchmarks/results."""
+"""Evaluations on two cores, of one run or five: (minutes, mean), from benchmarks/results."""
 _FRAMES_PER_MINUTE = 580_000  # of a game on those two cores, acting and learning
 
 
