@@ -235,6 +235,17 @@ def test_a_gather_looks_at_the_generations_after_its_copies(
     assert (order in ([*copies, "count_torn"], [*copies, "fence"])) == (old == "")
 
 
+STREAM = Kernel("zapex.chunks.store", "_gather_frames", (WORDS, WORDS, BYTES, WORDS, BYTES), [], [])
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_streamed_frames_are_followed_by_a_full_fence(there: bool) -> None:
+    line = "        fence_full()\n"
+    ir = body_of(compiled(STREAM, *(("", "") if there else (line, "        pass\n"))))
+    assert "!nontemporal" in ir
+    assert ("fence seq_cst" in ir) == there
+
+
 CLOSE = Kernel("zapex.chunks.step_kernels", "flush_kernel", (WORDS, BYTES), [], [])
 
 
