@@ -83,8 +83,10 @@ def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> l
         report, target = book.read(source), results / measurement.file
         if measurement.parts:
             whole = book.read(target) or {"benchmark": report.get("benchmark", measurement.name)}
-            for key in {"results", "scores"} & set(report):
-                whole.setdefault(key, {}).update(report[key])
+            own = {name: report["results"][name] for name in measurement.parts}
+            whole.setdefault("results", {}).update(own)
+            if "scores" in report:
+                whole.setdefault("scores", {}).update(report["scores"])
             report = whole
         put_json(target, report)
         written.append(measurement.name)

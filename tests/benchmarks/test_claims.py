@@ -315,7 +315,8 @@ def test_a_result_that_stays_doubtful_or_says_nothing_of_its_machine_is_none(
 def test_what_is_published_leaves_the_other_parts_of_its_file(tmp_path: Path) -> None:
     one = measurement(tmp_path, "", parts=("a",))
     (tmp_path / "work").mkdir()
-    report = {"benchmark": "plane", "results": {"a": {**EVIDENCE, "lost": 0}}}
+    others = {"b": {"lost": 2}}  # not this measurement's: an older run wrote it
+    report = {"benchmark": "plane", "results": {"a": {**EVIDENCE, "lost": 0}, **others}}
     (tmp_path / "work/some.json").write_text(json.dumps(report))
     (tmp_path / "some.json").write_text(json.dumps({"results": {"a": {"lost": 1}, "b": {}}}))
     assert measure_all.lacks(one, tmp_path) == "it does not say what else the machine did"

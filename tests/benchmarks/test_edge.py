@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.transport.long_link import Line, LongLink
-from tests.benchmarks.quick import quick
+from tests.benchmarks.quick import check_figures, quick
 
 
 class Echo:
@@ -172,7 +172,8 @@ def test_the_model_of_a_cluster_is_compared_with_points_that_it_has_not_seen(tmp
     pytest.importorskip("simpy", reason="pip install simpy")
     figure = tmp_path / "simulate.png"
     results = quick(tmp_path, "simulate", "--figure", str(figure))
-    assert all(0 < value < 0.1 for name, value in results["times"].items() if name != "sample_s")
+    check_figures(results["times"], may_be_zero={"sample_s", "hop_s"})  # a hop is a difference
+    assert max(results["times"].values()) < 0.1
     assert [row["point"]["shards"] for row in results["points"]] == [1, 2]
     for row in results["points"]:
         point, found, said = row["point"], row["measured"], row["predicted"]
