@@ -73,6 +73,17 @@ def test_intervals_hold_the_mean_and_a_naive_bootstrap_agrees():
     assert high == pytest.approx(naive[1], abs=0.15)
 
 
+def test_equal_runs_have_equal_intervals_and_the_callers_random_numbers_go_on():
+    returns = np.random.default_rng(1).normal(size=(5, 1))
+    np.random.seed(1)
+    expected = np.random.random()
+    np.random.seed(1)
+    first = scores.interquartile(returns)
+    assert np.random.random() == expected
+    assert scores.interquartile(returns) == first
+    assert first[1] < first[0] < first[2]
+
+
 def test_the_interquartile_mean_leaves_out_the_worst_and_the_best_quarter():
     middle, low, high = scores.interquartile(np.array([[-1000.0], [1.0], [3.0], [1000.0]]))
     assert middle == 2

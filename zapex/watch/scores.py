@@ -36,11 +36,17 @@ def _estimate(
     scores: NDArray[np.float64], aggregate: Callable[[NDArray[np.float64]], NDArray[np.float64]]
 ) -> Interval:
     library, _ = _rliable()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of a package that rliable uses
-        point, interval = library.get_interval_estimates(
-            {"one": scores}, aggregate, reps=_RESAMPLES, random_state=np.random.RandomState(0)
-        )
+    # rliable 1.2 draws from numpy's global generator, whatever `random_state` it is given.
+    before = np.random.get_state()
+    np.random.seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of a package that rliable uses
+            point, interval = library.get_interval_estimates(
+                {"one": scores}, aggregate, reps=_RESAMPLES
+            )
+    finally:
+        np.random.set_state(before)
     low, high = interval["one"]
     return point["one"], low, high
 
