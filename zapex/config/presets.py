@@ -209,6 +209,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
 SEEN: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("laptop", "BreakoutNoFrameskip-v4"): ((2, 13), (4, 15), (6, 23), (8, 36)),
     ("laptop", "PongNoFrameskip-v4"): ((4, -13), (6, -9), (9, 11), (11, 18), (16, 21)),
+    ("laptop", "ALE/Breakout-v5"): ((20, 34),),
     ("laptop", "ALE/Pong-v5"): ((20, 14),),
     ("laptop", "CartPole-v1"): ((0.5, 500),),
 }
