@@ -62,14 +62,18 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     games = sorted({env for env, _ in grouped})
     if not games:
         return
-    figure = Figure(figsize=(4.2 * len(games), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(games), squeeze=False)[0]
-    for panel, env in zip(panels, games, strict=True):
+    columns = min(len(games), 3)
+    rows = -(-len(games) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for env, panel in zip(games, panels, strict=False):
         for variant in sorted(v for e, v in grouped if e == env):
             _draw(panel, grouped[env, variant], variant)
         panel.set(title=env, xlabel="minutes", ylabel="return of the last 100 games")
         panel.legend(fontsize=7)
         panel.grid(alpha=0.3)
+    for panel in panels:
+        panel.set_axis_off()
     figure.savefig(path, dpi=120)
 
 

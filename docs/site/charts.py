@@ -13,10 +13,6 @@ from plotly.offline import get_plotlyjs
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 _CURVES, _FILES = "<!-- curves -->", "<!-- files -->"
-_SERIES = {
-    "charts/episodic_return_last100": "all actors, last 100 games",
-    "charts/episodic_return_greedy_last10": "greedy stream, last 10 games",
-}
 Line = tuple[str, list[float], list[float], list[float | None], str]
 """Name, minutes, frames, returns, plotly's mode."""
 
@@ -29,7 +25,10 @@ def script() -> str:
 def filled(markdown: str) -> str:
     """A page with its curves and its table of files."""
     if _CURVES in markdown:
-        parts = [_part(name, lines) for name, report in _reports() if (lines := _lines(report))]
+        parts = [
+            _part(file, title, lines)
+            for file, report in _reports() for title, lines in _curves(file, report).items()
+        ]  # fmt: skip
         head = '<script src="site/plotly.js"></script>\n\n'
         markdown = markdown.replace(_CURVES, head + "\n\n".join(parts))
     return markdown.replace(_FILES, _table()) if _FILES in markdown else markdown
@@ -43,29 +42,26 @@ def _reports() -> Iterator[tuple[str, dict[str, Any]]]:
         yield path.stem, report
 
 
-def _lines(report: dict[str, Any]) -> list[Line]:
-    """What a result has of returns over time; nothing if it is no run."""
+def _curves(file: str, report: dict[str, Any]) -> dict[str, list[Line]]:
+    """What a result has of returns over time, by title; nothing if it has no runs."""
     results = report.get("results", {})
-    if "curve" in results:
-        rows = zip(*results["curve"], strict=True)
-        columns = dict(zip(results["curve_columns"], rows, strict=True))
-        minutes, frames = [s / 60 for s in columns["wall_s"]], list(columns["frames"])
-        lines = [(name, minutes, frames, list(columns[tag]), "lines")
-                 for tag, name in _SERIES.items() if tag in columns]  # fmt: skip
-        games = [(game["wall_s"], game["frames"], game["mean"]) for game in results["evaluations"]]
-        return [*lines, _evaluated("evaluation, ten games", games)]
-    return [
-        _evaluated(f"seed {seed}", run["evaluations"])
-        for seed, run in results.get("seeds", {}).items()
-    ]
+    found: dict[str, list[Line]] = {}
+    if file == "learning":
+        for run in results.values():
+            name = f"{run['variant']}, seed {run['seed']}"
+            found.setdefault(run["env"], []).append(_line(name, run["curve"], "lines"))
+    for seed, run in results.get("seeds", {}).items():
+        line = _line(f"seed {seed}", run["evaluations"], "lines+markers")
+        found.setdefault("CartPole-v1", []).append(line)
+    return found
 
 
-def _evaluated(name: str, games: Sequence[Sequence[float]]) -> Line:
-    seconds, frames, means = zip(*games, strict=True)
-    return name, [s / 60 for s in seconds], list(frames), list(means), "lines+markers"
+def _line(name: str, points: Sequence[Sequence[float]], mode: str) -> Line:
+    seconds, frames, means = zip(*points, strict=True)
+    return name, [s / 60 for s in seconds], list(frames), list(means), mode
 
 
-def _part(name: str, lines: list[Line]) -> str:
+def _part(file: str, title: str, lines: list[Line]) -> str:
     figure = go.Figure()
     for label, minutes, _, returns, mode in lines:
         figure.add_scatter(x=minutes, y=returns, name=label, mode=mode)
@@ -82,17 +78,11 @@ def _part(name: str, lines: list[Line]) -> str:
                       "x": 0, "y": 1.15, "xanchor": "left"}],
     )  # fmt: skip
     drawn = figure.to_html(
-        full_html=False, include_plotlyjs=False, div_id=f"curve-{name}",
+        full_html=False, include_plotlyjs=False, div_id=f"curve-{title.replace('/', '-')}",
         config={"displaylogo": False, "responsive": True},
     )  # fmt: skip
-    return f"### {name}\n\n{drawn}\n\n{_made_by(name)}"
-
-
-def _made_by(name: str) -> str:
-    report = json.loads((RESULTS / f"{name}.json").read_text())
-    note = f"It says of itself: {report['note']}. " if report.get("note") else ""
-    file = f"files/benchmarks/results/{name}.json"
-    return f"{note}[The raw numbers]({file}), made by {_commands(name)}."
+    raw = f"[The raw numbers](files/benchmarks/results/{file}.json)"
+    return f"### {title}\n\n{drawn}\n\n{raw}, made by {_commands(file)}."
 
 
 def _commands(name: str) -> str:

@@ -124,7 +124,7 @@ def test_every_page_can_be_read_wide_and_narrow_and_all_that_it_loads_and_links_
 def test_a_curve_shows_minutes_and_at_a_click_frames_and_the_search_finds_a_word(url: str) -> None:
     with browser_page(390, 900) as page:
         page.goto(urljoin(url, "results.html"))
-        curve = page.locator("#curve-breakout")
+        curve = page.locator("#curve-ALE-Breakout-v5")
         curve.locator("g.trace.scatter").first.wait_for()
         assert curve.locator(".xtitle").text_content() == "minutes"
         last = curve.locator(".xtick").last.text_content()
