@@ -25,10 +25,12 @@ def script() -> str:
 def filled(markdown: str) -> str:
     """A page with its curves and its table of files."""
     if _CURVES in markdown:
-        parts = [
-            _part(file, title, lines)
-            for file, report in _reports() for title, lines in _curves(file, report).items()
-        ]  # fmt: skip
+        parts = []
+        for file, report in _reports():
+            if curves := _curves(file, report):
+                parts += [_part(title, lines) for title, lines in curves.items()]
+                raw = f"[The raw numbers](files/benchmarks/results/{file}.json)"
+                parts.append(f"{raw}, made by {_commands(file)}.")
         head = '<script src="site/plotly.js"></script>\n\n'
         markdown = markdown.replace(_CURVES, head + "\n\n".join(parts))
     return markdown.replace(_FILES, _table()) if _FILES in markdown else markdown
@@ -61,7 +63,7 @@ def _line(name: str, points: Sequence[Sequence[float]], mode: str) -> Line:
     return name, [s / 60 for s in seconds], list(frames), list(means), mode
 
 
-def _part(file: str, title: str, lines: list[Line]) -> str:
+def _part(title: str, lines: list[Line]) -> str:
     figure = go.Figure()
     for label, minutes, _, returns, mode in lines:
         figure.add_scatter(x=minutes, y=returns, name=label, mode=mode)
@@ -81,8 +83,7 @@ def _part(file: str, title: str, lines: list[Line]) -> str:
         full_html=False, include_plotlyjs=False, div_id=f"curve-{title.replace('/', '-')}",
         config={"displaylogo": False, "responsive": True},
     )  # fmt: skip
-    raw = f"[The raw numbers](files/benchmarks/results/{file}.json)"
-    return f"### {title}\n\n{drawn}\n\n{raw}, made by {_commands(file)}."
+    return f"### {title}\n\n{drawn}"
 
 
 def _commands(name: str) -> str:
