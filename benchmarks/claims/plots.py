@@ -1,5 +1,7 @@
 """`make plots`: the pictures in benchmarks/results, each drawn from the JSON file of its name.
 
+scale.png has the curves of scale_restarts.json and scale_crowds.json too.
+
 python -m benchmarks.claims.plots [NAME ...]
 """
 
@@ -21,6 +23,16 @@ PLOTS: dict[str, Callable[[Any, Path], None]] = {
     "learning": scores.plot,
     "simulate": lambda results, path: bench_simulate.draw(results["points"], path, quick=False),
 }
+_MORE = {"scale": ("scale_restarts", "scale_crowds")}
+
+
+def _results(name: str, results: Path) -> dict[str, Any]:
+    """Those of a picture; empty where its own file is missing."""
+    own: dict[str, Any] = book.read(results / f"{name}.json").get("results", {})
+    more = _MORE.get(name, ()) if own else ()
+    for file in more:
+        own |= book.read(results / f"{file}.json").get("results", {})
+    return own
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(options.names) - set(PLOTS):
         parser.error(f"no such plot: {', '.join(sorted(unknown))}")
     for name in options.names or PLOTS:
-        report = book.read(options.results / f"{name}.json")
-        if not report:
+        found = _results(name, options.results)
+        if not found:
             print(f"{name}: not measured yet")
             continue
         target = options.results / f"{name}.png"
-        PLOTS[name](report["results"], target)
+        PLOTS[name](found, target)
         print(f"{name}: {target}")
     return 0
 
