@@ -26,7 +26,8 @@ from benchmarks.support.machine import ROOT
 from zapex import PrioritizedReplay, Schema
 
 ACTOR_STREAMS, SAMPLE = 8, 32
-CAPACITY = 16_384
+# Of "add": the streams of 16 actors still have chunks of 64 transitions, as those of one have.
+CAPACITY = {"add": 131_072, "sample": 16_384}
 _DEADLINE_S = 300.0
 _WARM_UP = 20
 _KEPT = 20_000  # times of a client, the first ones
@@ -42,12 +43,12 @@ def _stacks(at: int, rows: int) -> np.ndarray:
     return frames[(at + 61 * np.arange(rows)[:, None] + np.arange(STACK)) % len(frames)]
 
 
-def fill(replay: Any) -> None:
+def fill(replay: Any, capacity: int) -> None:
     """Until each chunk evicts another."""
     writer = replay.writer(ACTOR_STREAMS)
     writer.reset(_stacks(0, ACTOR_STREAMS))
     step = _nothing()
-    for turn in range(1, int(1.5 * CAPACITY) // ACTOR_STREAMS):
+    for turn in range(1, int(1.5 * capacity) // ACTOR_STREAMS):
         writer.add(next_obs=_stacks(turn, ACTOR_STREAMS), **step)
     writer.close()
 
@@ -157,10 +158,10 @@ def _receive(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def _own(pipe: Connection, schema: Schema, streams: int) -> None:
+def _own(pipe: Connection, schema: Schema, capacity: int, streams: int) -> None:
     """The process behind the handle: it does nothing else."""
-    replay = PrioritizedReplay(CAPACITY, schema, seed=0, streams=streams)
-    fill(replay)
+    replay = PrioritizedReplay(capacity, schema, seed=0, streams=streams)
+    fill(replay, capacity)
     pipe.send(replay.handle)
     pipe.recv()
 
@@ -171,7 +172,8 @@ def by_handle(what: str, count: int, seconds: float, schema: Schema) -> dict[str
     with _forked(what, count) as pipes:
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
-        owner = context.Process(target=_own, args=(theirs, schema, streams), daemon=True)
+        own = theirs, schema, CAPACITY[what], streams
+        owner = context.Process(target=_own, args=own, daemon=True)
         owner.start()
         try:
             return _measure(pipes, _receive(mine), "", seconds)
@@ -181,7 +183,7 @@ def by_handle(what: str, count: int, seconds: float, schema: Schema) -> dict[str
 
 
 @contextlib.contextmanager
-def _served(schema: Schema, writers: int) -> Iterator[tuple[str, str]]:
+def _served(schema: Schema, capacity: int, writers: int) -> Iterator[tuple[str, str]]:
     """URL and schema file of `zapex replay`, full."""
     with tempfile.TemporaryDirectory() as folder:
         schema_file = Path(folder, "schema.json")
@@ -189,12 +191,12 @@ def _served(schema: Schema, writers: int) -> Iterator[tuple[str, str]]:
         url = f"ipc://{folder}/replay"
         server = subprocess.Popen(
             [sys.executable, "-m", "zapex", "replay", "--schema", str(schema_file), "--listen",
-             url, "--capacity", str(CAPACITY), "--writers", str(writers)],
+             url, "--capacity", str(capacity), "--writers", str(writers)],
             cwd=ROOT, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             client = zapex.connect(url, schema=str(schema_file), timeout_s=_DEADLINE_S)
-            fill(client)
+            fill(client, capacity)
             client.close()
             yield url, str(schema_file)
         finally:
@@ -204,5 +206,6 @@ def _served(schema: Schema, writers: int) -> Iterator[tuple[str, str]]:
 
 def by_url(what: str, count: int, seconds: float, schema: Schema) -> dict[str, Any]:
     """As by_handle, through a URL on the same host."""
-    with _forked(what, count) as pipes, _served(schema, 2 + count) as (url, schema_file):
+    capacity, writers = CAPACITY[what], 2 + count
+    with _forked(what, count) as pipes, _served(schema, capacity, writers) as (url, schema_file):
         return _measure(pipes, url, schema_file, seconds)
