@@ -33,7 +33,14 @@ import psutil
 
 from benchmarks.peers.replays import SIDE, STACK
 from benchmarks.replay.crowds import ACTOR_STREAMS, by_handle, by_url
-from benchmarks.support.harness import arguments, clock_ns, goal, in_rounds, write_json
+from benchmarks.support.harness import (
+    Rounds,
+    arguments,
+    clock_ns,
+    goal,
+    in_rounds,
+    write_json,
+)
 from benchmarks.support.machine import ROOT
 from zapex import Column, PrioritizedReplay, Schema
 
@@ -229,7 +236,7 @@ def actors(rounds: int, quick: bool) -> dict[str, Any]:
     """Processes that add."""
     counts, seconds = (ACTORS[:2], 0.5) if quick else (ACTORS, 5.0)
     cells = {n: partial(_in_fresh_process, "by handle", "add", n, seconds) for n in counts}
-    return _crowds({"by handle": in_rounds(cells, rounds).medians}, ACTOR_STREAMS)
+    return _crowds({"by handle": in_rounds(cells, rounds)}, ACTOR_STREAMS)
 
 
 def clients(rounds: int, quick: bool) -> dict[str, Any]:
@@ -238,18 +245,24 @@ def clients(rounds: int, quick: bool) -> dict[str, Any]:
     found = {}
     for name in CROWDS:
         cells = {n: partial(_in_fresh_process, name, "sample", n, seconds) for n in counts}
-        found[name] = in_rounds(cells, rounds).medians
+        found[name] = in_rounds(cells, rounds)
     return _crowds(found, 1)
 
 
-def _crowds(found: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """times: what one call counts for."""
+def _crowds(found: Mapping[str, Rounds], times: int) -> dict[str, Any]:
+    """times: what one call counts for. per_s: p10, p50 and p90 of the rounds."""
+
+    def per_s(rounds: Rounds, n: int) -> dict[str, float]:
+        low, high = rounds.spreads[n]["calls_per_s"]
+        middle = rounds.medians[n]["calls_per_s"]
+        return {"p10": times * low, "p50": times * middle, "p90": times * high}
+
     return {
         name: {
-            **by_name({n: {"call": one["call"]} for n, one in by_count.items()})["call"],
-            "per_s": {str(n): times * one["calls_per_s"] for n, one in by_count.items()},
+            **by_name({n: {"call": one["call"]} for n, one in rounds.medians.items()})["call"],
+            "per_s": {str(n): per_s(rounds, n) for n in rounds.medians},
         }
-        for name, by_count in found.items()
+        for name, rounds in found.items()
     }
 
 
@@ -265,7 +278,7 @@ def show(results: Mapping[str, Any]) -> None:
         for name, found in by_call.items():
             print(f"\n{part}, {name}: exponent {found.get('exponent', 'none')}")
             for x, one in found["curve"].items():
-                per_s = f"{found['per_s'][x]:12,.0f} a second" if "per_s" in found else ""
+                per_s = f"{found['per_s'][x]['p50']:12,.0f} a second" if "per_s" in found else ""
                 tail = "  ".join(f"{p} {v:,.1f}" for p, v in one.items() if p != "n")
                 print(f"  {int(x):9,}  {tail} us  {per_s}")
     if "size" in results and len(results["size"]["pair"]["curve"]) > 1:

@@ -92,7 +92,7 @@ def test_curves_over_size_batch_actors_and_clients_have_their_tails_and_exponent
                 assert points[0] > 0
                 assert one["n"] >= 1
             if "per_s" in found:
-                assert all(found["per_s"][str(x)] > 0 for x in xs)
+                assert all(found["per_s"][str(x)]["p10"] > 0 for x in xs)
     for part in ("size", "batch"):  # the pair is both of its calls, and they came equally often
         for x, pair in results[part]["pair"]["curve"].items():
             both = [results[part][name]["curve"][x] for name in ("sample", "update")]
