@@ -289,7 +289,10 @@ def show(results: Mapping[str, Any]) -> None:
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """One panel a part, medians with p99 and p99.9 above them."""
+    """One panel a part, medians with p99 and p99.9 above them, or p10 to p90 around them.
+
+    A panel shows at least a factor of ten, so that noise looks like noise.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -313,11 +316,18 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
                 ys = [one.get(point) for one in found["curve"].values()]
                 if None not in ys:
                     axis.plot(xs, ys, style, color=line.get_color(), linewidth=0.9)
+            if "p99" not in found["curve"][str(xs[0])]:
+                low, high = ([one[p] for one in found["curve"].values()] for p in ("p10", "p90"))
+                axis.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         axis.set(xscale="log", yscale="log", title=part, ylabel="us a call")
+        least, most = axis.get_ylim()
+        if most < 10 * least:
+            middle = (least * most) ** 0.5
+            axis.set_ylim(middle / 10**0.5, middle * 10**0.5)
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
-    figure.suptitle("medians, p99 (dashed) and p99.9 (dotted)")
+    figure.suptitle("medians, p99 (dashed) and p99.9 (dotted); p10 to p90 of five rounds (shaded)")
     figure.savefig(path, dpi=120)
 
 

@@ -19,6 +19,8 @@ from benchmarks.support.machine import Watch
 from tests.stress import steps
 from tests.stress.chaos_mutants import MUTANTS
 
+_ROLES = ("actor", "replay", "learner", "inference")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -49,8 +51,10 @@ def main() -> int:
     }
     kills: dict[str, int] = {}
     if options.kills:
-        counts = [int(count) for count in options.kills.split(",")]
-        kills = dict(zip(("actor", "replay", "learner", "inference"), counts, strict=True))
+        counts = options.kills.split(",")
+        if len(counts) != len(_ROLES) or not all(count.isdecimal() for count in counts):
+            parser.error(f"--kills takes {len(_ROLES)} counts, as 9,3,3,3, got {options.kills}")
+        kills = dict(zip(_ROLES, map(int, counts), strict=True))
     try:
         facts = run(seed, 60 * options.minutes, kills, **settings)
     except (Violation, Stuck) as error:
