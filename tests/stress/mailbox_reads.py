@@ -3,7 +3,8 @@
     python -m tests.stress.mailbox_reads [--reads 10000000 --bytes 65536] [--json FILE]
 
 Without arguments: ten million reads of 64 KiB, then ten thousand of 13.17 MB, the dueling net of
-arXiv 2110.13506. Prints a line of JSON for each.
+arXiv 2110.13506. Prints a line of JSON for each; exit code 1 if a value was torn or a version fell.
+`starved`: reads that gave up against the writer and were made again, as on a crowded machine.
 """
 
 import argparse
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(results[-1]), flush=True)
     if options.json:
         add_json(options.json, "plane", "mailbox_reads", {"runs": results}, evidence(watch, None))
-    return int(any(one["torn"] or one["fell"] or one["starved"] for one in results))
+    return int(any(one["torn"] or one["fell"] for one in results))
 
 
 if __name__ == "__main__":
