@@ -164,7 +164,8 @@ def _once_a_round(cells: Mapping[int, Callable[[], dict[str, Any]]], rounds: int
 
     def of_rounds(x: int, name: str) -> dict[str, float]:
         low, high = found.spreads[x][name]
-        return {"p10": low, "p50": found.medians[x][name], "p90": high, "n": rounds}
+        middle = float(f"{found.medians[x][name]:.6g}")  # as the spreads are
+        return {"p10": low, "p50": middle, "p90": high, "n": rounds}
 
     return by_name({x: {name: of_rounds(x, name) for name in found.medians[x]} for x in cells})
 
