@@ -1,16 +1,13 @@
 """Other processes for a benchmark: forked, and gone when we are."""
 
-import contextlib
 import ctypes
 import os
 import signal
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ORPHANS_S = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 def start(work: Callable[[], object], nice: int = 0) -> int:
@@ -56,23 +53,3 @@ def reap(pid: int) -> None:
     # torch's queue names the memory that it shares, for a moment: a kill in it leaves the name.
     for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
         left.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def with_orphans() -> Iterator[None]:
-    """Processes whose parents die meanwhile become our children, and we wait for them at the end.
-
-    Their processor time then counts as ours, and not as that of others (machine.Watch). Every
-    child of our own must have been waited for at the end.
-    """
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        deadline_s = time.monotonic() + _ORPHANS_S
-        with contextlib.suppress(ChildProcessError):  # there is none
-            while time.monotonic() < deadline_s:
-                if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                    time.sleep(0.01)
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

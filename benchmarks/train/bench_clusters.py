@@ -38,7 +38,6 @@ import psutil
 
 from benchmarks.support.harness import arguments, goal, in_rounds, write_json
 from benchmarks.support.machine import ROOT, machine_facts
-from benchmarks.support.processes import with_orphans
 from benchmarks.support.slow_env import HURRY
 from zapex.cli.flags import read_settings
 from zapex.clusters.launched import settings_of
@@ -280,8 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds, seconds = (1, 3.0) if options.quick else (options.rounds, options.seconds)
     settle_s = 0.5 if options.quick else _SETTLE_S
     cells = {name: partial(measure, form, seconds, settle_s) for name, form in _FORMS.items()}
-    with with_orphans():  # Ray leaves some of its processes to others
-        medians, spreads = in_rounds(cells, rounds)
+    medians, spreads = in_rounds(cells, rounds)
     hand, ray = (medians[name] for name in _FORMS)
     more_s = ray["first_batch_s"] - hand["first_batch_s"]
     print(

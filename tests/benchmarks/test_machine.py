@@ -1,8 +1,6 @@
 """What a result says of its machine, and what keeps it from being published."""
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -26,31 +24,6 @@ def test_a_watch_reports_shares_of_all_cores_and_the_commit() -> None:
     assert report["steal"] >= 0
     assert report["seconds"] >= 0
     assert report["commit"] == Watch().facts["commit"]
-
-
-WORKS = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)"
-LEAVES = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
-COUNTS = """
-import resource, subprocess, sys
-from contextlib import nullcontext
-from benchmarks.support.processes import with_orphans
-
-counted, leaves, works = sys.argv[1:]
-with with_orphans() if counted else nullcontext():
-    # The pipe is at its end once the last that has it has ended.
-    subprocess.run([sys.executable, "-c", leaves, works], stdout=subprocess.PIPE, check=True)
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_utime + used.ru_stime)
-"""
-
-
-@pytest.mark.parametrize("counted", ["counted", ""])
-def test_the_time_of_a_process_whose_parent_has_died_counts_where_it_is_asked_for(
-    counted: str,
-) -> None:
-    command = [sys.executable, "-c", COUNTS, counted, LEAVES, WORKS]
-    told = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
-    assert (float(told) > 0.4) is bool(counted)
 
 
 def test_a_clean_commit_on_a_quiet_machine_over_five_rounds_may_be_published() -> None:
