@@ -29,8 +29,7 @@ _MORE = {"scale": ("scale_restarts", "scale_crowds")}
 def _results(name: str, results: Path) -> dict[str, Any]:
     """Those of a picture; empty where its own file is missing."""
     own: dict[str, Any] = book.read(results / f"{name}.json").get("results", {})
-    more = _MORE.get(name, ()) if own else ()
-    for file in more:
+    for file in _MORE.get(name, ()) if own else ():
         own |= book.read(results / f"{file}.json").get("results", {})
     return own
 
