@@ -4,8 +4,9 @@
 
 Runs in an environment that has stable-baselines3, ale-py and opencv: nothing of zapex is imported.
 Settings are those of RL Baselines3 Zoo for Atari. The clock runs from the start of the process's
-work, as zapex's does. Evaluation: greedy, whole games of at most 27,000 steps, its own wrapper
-(up to 30 no-ops, FIRE at reset).
+work, as zapex's does. Evaluation: greedy, whole games of at most 27,000 steps, its own wrapper (up
+to 30 no-ops; FIRE at reset and after each lost life, as in training: without it a network that
+never had to press FIRE waits until the limit).
 """
 
 import json
@@ -46,7 +47,7 @@ def play(model, env: str, seed: int, games: int) -> list[float]:
 
     def whole_game() -> gymnasium.Env:
         one = Monitor(TimeLimit(gymnasium.make(env, **_OWN), 4 * MOST_STEPS))
-        return AtariWrapper(one, terminal_on_life_loss=False, clip_reward=False)
+        return AtariWrapper(one, clip_reward=False)  # Monitor counts whole games
 
     played = VecTransposeImage(VecFrameStack(DummyVecEnv([whole_game]), n_stack=4))
     played.seed(seed + 1_000)
