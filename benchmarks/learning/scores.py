@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.learning.cells import group_name
+from benchmarks.learning.cells import PEERS, group_name
 from zapex.watch.scores import human_share, interquartile
 
 Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -23,34 +23,60 @@ def groups(runs: Mapping[str, Mapping[str, Any]]) -> Groups:
 
 
 def final(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Of one group: the interquartile mean of its runs' mean final returns, and its interval."""
+    """Of one group: the interquartile mean of its runs' mean final returns, and its interval.
+
+    One run has no spread over runs: its interval is the 10th to the 90th percentile of its games.
+    """
     means = np.array([[np.mean(run["final_returns"])] for run in runs])
+    if len(runs) == 1:
+        low, high = np.percentile(runs[0]["final_returns"], [10, 90])
+        return float(means[0, 0]), float(low), float(high)
     return interquartile(means)
 
 
 def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each group, by name: {"env", "variant", "runs", "p50": final(), "p10" and "p90"}."""
+    """Of each group, by name: {"env", "variant", "runs", "p50": final(), "p10", "p90", "frames"}.
+
+    frames: the runs' median. Machines differ in speed, so zapex's variants also have "at_frames",
+    the most that all of them reached in that game, and "return_there", the mean of their curves.
+    """
+    grouped = groups(runs)
     found = {}
-    for (env, variant), group in sorted(groups(runs).items()):
+    for (env, variant), group in sorted(grouped.items()):
         value, low, high = final(group)
-        found[group_name(env, variant)] = {
+        one = found[group_name(env, variant)] = {
             "env": env, "variant": variant, "runs": len(group),
             "p10": low, "p50": value, "p90": high,
+            "frames": float(np.median([_frames(run) for run in group])),
         }  # fmt: skip
+        if variant not in PEERS:
+            family = [r for (e, v), g in grouped.items() if e == env and v not in PEERS for r in g]
+            frames = min(map(_frames, family))
+            there = [_at(run["curve"], np.array([frames]), 1) for run in group]
+            one |= {"at_frames": frames, "return_there": float(np.mean(there))}
     return found
+
+
+def _frames(run: Mapping[str, Any]) -> float:
+    return float(run["curve"][-1][1])
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown, one for each game and variant."""
     lines = [
-        "| game | variant | runs | interquartile mean (95 %) | human = 1 |",
-        "|---|---|---|---|---|",
+        "| game | variant | runs | M frames | interquartile mean (95 %; one run: its games, p10 to"
+        " p90) | human = 1 | return in training at equal M frames |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in scores(runs).values():
         share = human_share(one["env"], one["p50"])
         human = "" if share is None else f"{share:.2f}"
         score = f"{one['p50']:.1f} ({one['p10']:.1f} to {one['p90']:.1f})"
-        lines.append(f"| {one['env']} | {one['variant']} | {one['runs']} | {score} | {human} |")
+        there = ""
+        if "at_frames" in one:
+            there = f"{one['return_there']:.1f} at {one['at_frames'] / 1e6:.1f}"
+        cells = (one["env"], one["variant"], one["runs"], f"{one['frames'] / 1e6:.1f}", score)
+        lines.append(f"| {' | '.join(map(str, (*cells, human, there)))} |")
     return lines
 
 
@@ -81,7 +107,7 @@ def _draw(panel: Any, group: Sequence[Mapping[str, Any]], variant: str) -> None:
     """The mean of the runs, and from the lowest to the highest of them."""
     last_s = min(run["curve"][-1][0] for run in group)
     seconds = np.linspace(0, last_s, 200)
-    curves = np.array([_at(run["curve"], seconds) for run in group])
+    curves = np.array([_at(run["curve"], seconds, 0) for run in group])
     (line,) = panel.plot(seconds / 60, curves.mean(0), label=f"{variant} ({len(group)} runs)")
     panel.fill_between(
         seconds / 60, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15, lw=0
@@ -89,9 +115,9 @@ def _draw(panel: Any, group: Sequence[Mapping[str, Any]], variant: str) -> None:
 
 
 def _at(
-    curve: Sequence[Sequence[float | None]], seconds: NDArray[np.float64]
+    curve: Sequence[Sequence[float | None]], places: NDArray[np.float64], column: int
 ) -> NDArray[np.float64]:
-    points = [(at_s, value) for at_s, _, value in curve if value is not None]
-    at_s, values = np.array(points, float).T
-    found: NDArray[np.float64] = np.interp(seconds, at_s, values)
+    """Returns of a curve at seconds (column 0) or frames (column 1)."""
+    known = np.array([point for point in curve if point[2] is not None], float)
+    found: NDArray[np.float64] = np.interp(places, known[:, column], known[:, 2])
     return found

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.learning import learning
-from benchmarks.learning.cells import ABLATIONS, CELLS, OURS
-from benchmarks.learning.scores import final, human_share, plot, table
+from benchmarks.learning.cells import ABLATIONS, CELLS, OURS, SB3
+from benchmarks.learning.scores import final, human_share, plot, scores, table
 from benchmarks.support.machine import ROOT
 from zapex.cli import main as cli
 
@@ -51,6 +51,22 @@ def test_the_score_is_the_mean_of_the_middle_half_of_the_runs() -> None:
     assert low <= value <= high
     assert low < 0
     assert high > 50
+
+
+def test_the_interval_of_one_run_is_that_of_its_games() -> None:
+    assert final([run_of("ALE/Pong-v5", OURS, 11, [*map(float, range(11))])]) == (5, 1, 9)
+
+
+def test_a_faster_machine_is_no_gain_where_zapex_variants_are_compared_at_equal_frames() -> None:
+    fast, slow = (run_of("ALE/Pong-v5", v, 11, [0.0]) for v in (OURS, "uniform replay"))
+    peer = run_of("ALE/Pong-v5", SB3, 11, [0.0])
+    fast["curve"] = [[float(i), 2000.0 * i, 2.0 * i] for i in range(20)]
+    peer["curve"] = [[float(i), 10.0 * i, 0.0] for i in range(20)]
+    found = scores({run["variant"]: run for run in (fast, slow, peer)})
+    assert found["pong_zapex"]["at_frames"] == found["pong_uniform_replay"]["at_frames"] == 19_000
+    assert found["pong_zapex"]["return_there"] == found["pong_uniform_replay"]["return_there"] == 19
+    assert found["pong_stable-baselines3"]["frames"] == 190
+    assert "at_frames" not in found["pong_stable-baselines3"]
 
 
 def test_human_is_one_and_random_is_zero() -> None:
