@@ -121,6 +121,15 @@ def test_the_seed_decides_the_result():
     assert result(1) != result(2)
 
 
+def test_many_games_share_ten_streams_and_each_that_ends_is_told():
+    told = []
+    spec = check(LENGTHS, {"lengths": [3]})
+    result = evaluate(prefer_last, spec, 25, seed=0, epsilon=0.0, progress=told.append)
+    assert result.returns == (3.0,) * 25
+    assert told == sorted(told)
+    assert (told[0], told[2], told[-1]) == (0, 10, 25)
+
+
 def test_breakout_is_scored_over_all_its_lives():
     def q_values(obs):  # FIRE, else stay where the paddle is: scores a little, loses five balls
         return np.tile([0.0, 1.0, 0.0, 0.0], (len(obs), 1))

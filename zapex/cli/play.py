@@ -3,7 +3,9 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from zapex.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from zapex.envs.environments import EnvironmentSpec
     from zapex.roles.evaluator import Spectator
+
+_PROGRESS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,9 @@ def command(args: list[str]) -> int:
             epsilon=epsilon,
             noop_max=config.evaluator.eval_noop_max,
             video=options.video or None,
+            num_threads=len(os.sched_getaffinity(0)),
             spectator=spectator,
+            progress=_progress(options.episodes) if spectator is None else None,
         )
     if not result.returns:
         print("the window was closed before a game was over")
@@ -155,6 +161,19 @@ def _spectator(options: _EvalOptions, run: _Stored) -> "Iterator[Spectator | Non
             yield window
     else:
         yield None
+
+
+def _progress(episodes: int) -> Callable[[int], None]:
+    """Every ten seconds a line on stderr: how many games have ended."""
+    due_s = time.monotonic() + _PROGRESS_S
+
+    def tell(ended: int) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = time.monotonic() + _PROGRESS_S
+            print(f"{ended} of {episodes} games played", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def play_newest(run_dir: Path, env: str, trust: bool) -> None:

@@ -28,7 +28,8 @@ QValues = Callable[[NDArray[Any]], ArrayLike]
 """Observations (S, *observation_shape) -> Q values (S, num_actions)."""
 
 EPSILON = 0.001
-MAX_STREAMS = 100
+MAX_STREAMS = 10
+"""Of a hundred streams ninety would play on in vain until the longest game ends."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class RunningEvaluation:
         return Moment(self._streams.screens, self._q, self._action, score, self._steps, game)
 
     @property
+    def played(self) -> int:
+        """Episodes that have ended."""
+        return len(self._episodes)
+
+    @property
     def done(self) -> bool:
         """Whether all episodes have been played."""
         return not self._missing.any()
@@ -159,11 +165,13 @@ def evaluate(
     num_threads: int = 1,
     video: Path | str | None = None,
     spectator: Spectator | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> EvalResult:
     """Play `episodes` games, each cut at 108,000 frames (27,000 steps on ALE).
 
     video: an mp4 of these games as a player sees them. spectator: sees them while they are played,
-    and may end them. With either they are played one after the other.
+    and may end them. With either they are played one after the other. progress: called after each
+    step, with the number of games that have ended.
 
     Raises:
         ConfigError: a number out of range, a game that cannot be filmed, or a missing encoder (the
@@ -193,6 +201,8 @@ def evaluate(
             if evaluation.done or left:
                 return evaluation.result()
             evaluation.do_work()
+            if progress is not None:
+                progress(evaluation.played)
 
 
 class Evaluator:
