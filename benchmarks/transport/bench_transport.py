@@ -1,6 +1,7 @@
 """Moving experience between processes: zapex over shm, ipc, tcp and CURVE, Redis, and the roofs.
 
     python -m benchmarks.transport.bench_transport [--quick] [--json FILE] [--plot FILE]
+                                                   [--only PART...] [--over KIND...] [--rounds N]
 
     rows     the Atari messages of arXiv 2110.13506: a push of 800 transitions, 13.17 MB of
              parameters, a batch of 512; beside Redis with the paper's format, and beside the same
@@ -14,15 +15,16 @@
 
 Server and clients are processes of their own; as root they live in two network namespaces over a
 veth pair that this benchmark makes and removes, otherwise on loopback. rig.py says what
-each operation is timed from and to. Latencies in microseconds; a cell is measured once a round, in
-an order drawn anew, and rounds are joined by their median.
+each operation is timed from and to. Latencies in microseconds; a cell is measured once a round,
+over a connection of its own, in an order drawn anew, and rounds are joined by their median. --over
+keeps these kinds of the rows, beside the roofs and Redis.
 
 fstack:// runs on the library that --fstack-lib and --fstack-conf name, whose port must be reachable
 from here. Without them it runs on the tests' stand-in over the kernel's sockets; its rows say so.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +50,17 @@ APART = ", network process"  # of its own, and one that adds and samples
 TUNED = ", our send buffer"  # a bare message with it, beside one with the system's
 ROUNDS = 5
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-REDIS_PUSH_RATIO, REDIS_PULL_RATIO, BARE_PUSH, BARE_SAMPLE = 1 / 15, 1 / 5, 1.3, 0.8
+REDIS_PUSH_RATIO, REDIS_PULL_RATIO = 1 / 15, 1 / 5
+BARE, BARE_SAMPLES = (2.0, 1.5, 1.6), 0.8  # of WHAT, one at a time; of two samples under way
 
 WAIT, SHARE = 0.05, 0.05
 STEPS_MS = [180, 20]  # a learner of that net on one core; as if it had a GPU
 
 
-def measure_rows(cells: Cells, setting: served.Setting, rounds: int, with_redis: bool) -> Rounds:
-    """The Atari messages over everything."""
+def measure_rows(
+    cells: Cells, setting: served.Setting, rounds: int, with_redis: bool, over: Collection[str] = ()
+) -> Rounds:
+    """The Atari messages over everything, or over the kinds `over` alone."""
     first = cells.zapex("tcp", setting)  # how many bytes there really are
     sizes = [int(first[f"{what}_bytes"]) for what in WHAT]
     todo: dict[str, Callable[[], Any]] = {
@@ -78,6 +83,8 @@ def measure_rows(cells: Cells, setting: served.Setting, rounds: int, with_redis:
         f"zmq {kind}{TUNED}": lambda kind=kind: cells.bare_zmq(kind, sizes, SEND_BUFFER_BYTES)
         for kind in ("tcp", "tcp+curve")
     }
+    if over:
+        todo = {name: do for name, do in todo.items() if name.split()[1].rstrip(",") in over}
     todo |= {"tcp": lambda: cells.bare_tcp(sizes), "memcpy": lambda: cells.memcpy(sizes)}
     if with_redis:
         todo["redis"] = lambda: cells.redis()[0]
@@ -122,26 +129,25 @@ def measure_paced(cells: Cells, rounds: int, seconds: float) -> Rounds:
 def row_goals(rows: Result) -> Iterator[str]:
     """Each goal for the Atari messages beside what was measured."""
     for kind in ("tcp", "tcp+curve"):
+        if f"zapex {kind}" not in rows:
+            continue
         ours = rows[f"zapex {kind}"]
         bares = [(name, rows[f"zmq {kind}{name}"]) for name in ("", TUNED)]
         yield f"{kind}{'' if kind == 'tcp' else ' (the goals hold for tcp)'}"
-        push, pull = ours["push_us"]["p50"], ours["pull_us"]["p50"]
-        if "redis" in rows:
-            ratio = push / rows["redis"]["rpush_us"]["p50"]
-            yield goal("push of 800 / Redis's RPUSH of 45 MB", ratio, REDIS_PUSH_RATIO)
+        times = {what: ours[f"{what}_us"]["p50"] for what in WHAT}
         for name, bare in bares:
-            ratio = push / bare[0]["push_us"]["p50"]
-            yield goal(f"push of 800 / a bare message of its bytes{name}", ratio, BARE_PUSH)
-        if "redis" in rows:
-            for name, by in (("get_us", "redis-py"), ("get_by_hand_us", "RESP by hand")):
-                ratio = pull / rows["redis"][name]["p50"]
-                yield goal(f"pull of 13.17 MB / Redis's GET ({by})", ratio, REDIS_PULL_RATIO)
-        for name, bare in bares:
+            for i, (what, took) in enumerate(times.items()):
+                roof = bare[i]["push_us" if what == "push" else "pull_us"]["p50"]
+                yield goal(f"{what} / a bare message of its bytes{name}", took / roof, BARE[i])
             speed = ours["sample_mb_per_s"] / bare[2]["pull_mb_per_s"]
-            what = f"sample(512), two under way / bare messages of its bytes, as many{name}"
-            yield goal(what, speed, BARE_SAMPLE, least=True)
-            speed = bare[2]["pull_us"]["p50"] / ours["sample_us"]["p50"]
-            yield goal("... one at a time", speed, BARE_SAMPLE, least=True)
+            what = f"sample, two under way / bare messages of its bytes, as many{name}"
+            yield goal(what, speed, BARE_SAMPLES, least=True)
+        if "redis" in rows:
+            ratio = times["push"] / rows["redis"]["rpush_us"]["p50"]
+            yield goal("push of 800 / Redis's RPUSH of 45 MB", ratio, REDIS_PUSH_RATIO)
+            for name, by in (("get_us", "redis-py"), ("get_by_hand_us", "RESP by hand")):
+                ratio = times["pull"] / rows["redis"][name]["p50"]
+                yield goal(f"pull of 13.17 MB / Redis's GET ({by})", ratio, REDIS_PULL_RATIO)
 
 
 def paced_goals(shares: Result) -> Iterator[str]:
@@ -285,6 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(main.__doc__ or "")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency by size (PNG)")
     parser.add_argument("--only", nargs="+", choices=["rows", "sizes", "actors", "ends", "paced"])
+    kinds = ["shm", *NETWORK, *ZMTP]
+    parser.add_argument("--over", nargs="+", choices=kinds, default=[], help="rows of these alone")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"connections a cell: {ROUNDS}")
     fstack_place.add_flags(parser)
     options = parser.parse_args(argv)
     served.warm()
@@ -299,14 +308,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     cycles_per_s, counted = cycles.per_second()
     print(f"{cycles_per_s / 1e9:.2f} cycles a nanosecond of processor time ({counted})")
     quick = options.quick
-    seconds, rounds = (0.05, 1) if quick else (0.4, ROUNDS)
+    seconds, rounds = (0.05, 1) if quick else (0.4, options.rounds or ROUNDS)
     setting = served.atari(capacity=8_000) if quick else served.atari()
     sizes, counts = (SIZES[:3:2], ACTORS[1:2]) if quick else (SIZES, ACTORS)
     with Places() as places:
         print(f"one run on {places.kind}, congestion control {congestion}")
         cells, small = Cells(places, seconds, fstack), Cells(places, seconds / 2)
         parts: dict[str, Callable[[], Rounds]] = {
-            "rows": lambda: measure_rows(cells, setting, rounds, not missing),
+            "rows": lambda: measure_rows(cells, setting, rounds, not missing, options.over),
             "sizes": lambda: measure_sizes(small, sizes, rounds),
             "actors": lambda: measure_actors(cells, counts, rounds, not missing),
             "ends": lambda: measure_ends(cells, rounds, *[("blocking",)] * quick),

@@ -87,6 +87,8 @@ def network_goals(rows: Result) -> Iterator[str]:
     """zmtp:// beside tcp:// with the Atari messages, each in the same run."""
     limits = {"push": 0.8, "sample": 0.9, "pull": 0.9}
     for keys in ("", "+curve"):
+        if not {f"zapex {kind}{keys}" for kind in ("zmtp", "tcp")} <= rows.keys():
+            continue
         for what, limit in limits.items():
             ours, theirs = (rows[f"zapex {kind}{keys}"][f"{what}_us"] for kind in ("zmtp", "tcp"))
             yield goal(f"{what}: zmtp{keys} / tcp{keys}", ours["p50"] / theirs["p50"], limit)

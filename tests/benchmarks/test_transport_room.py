@@ -94,6 +94,15 @@ def test_a_push_has_all_its_transitions_and_parameters_and_batches_their_bytes(
         assert len(rows[name]) == len(rows["bytes"]) == 3, "push, pull and batch"
 
 
+def test_rows_of_one_kind_stand_beside_their_bare_messages_the_roofs_and_redis(
+    tmp_path: Path,
+) -> None:
+    rows = quick(tmp_path, "transport", "--only", "rows", "--over", "tcp")["rows"]
+    assert set(rows) - {"redis"} == {
+        "zapex tcp", "zmq tcp", "zmq tcp, our send buffer", "tcp", "memcpy", "bytes",
+    }  # fmt: skip
+
+
 def test_every_end_answers_and_its_figures_follow_from_what_it_did(tmp_path: Path) -> None:
     found = quick(tmp_path, "transport", "--only", "ends")["ends"]
     check_figures(found)
