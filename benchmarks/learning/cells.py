@@ -22,6 +22,8 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "priorities of the learner alone": ("--initial-priority", "max"),
 }
 """Each changes one thing of `zapex`: prioritised replay, n = 5, the actors' own priorities."""
+AS_USUAL = "as usual"
+"""`zapex` again, on the machine and the code of the ablations: beside these they count."""
 
 
 def group_name(env: str, variant: str, *seed: int) -> str:
@@ -52,7 +54,7 @@ def _cells() -> list[Cell]:
     found += [
         Cell(variant, BREAKOUT, seed, flags)
         for seed in (11, 12, 13)
-        for variant, flags in ABLATIONS.items()
+        for variant, flags in {AS_USUAL: (), **ABLATIONS}.items()
     ]
     for peer in PEERS:
         found += [Cell(peer, env, seed) for seed in (11, 12, 13) for env in (BREAKOUT, PONG)]

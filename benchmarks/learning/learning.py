@@ -4,7 +4,7 @@
                                            [--publish]
 
 A run with doubts (other processes took 5 % of the processor) is made again. It may be stopped at
-any time and goes on with the run that was under way. All of it takes about seventeen hours. Results
+any time and goes on with the run that was under way. All of it takes about fifteen hours. Results
 come to build/learning; --publish joins them in benchmarks/results/learning.json and draws it.
 --cell names runs, as 'pong_*_zapex', published or not. With --json all of them are made, and the
 file has what build/learning has, and nothing published.
@@ -28,7 +28,7 @@ from benchmarks.support.harness import put_json
 from benchmarks.support.machine import ROOT
 
 WORK = ROOT / "build/learning"
-_GAMES_MINUTES = 8.0
+_GAMES_MINUTES = 3.0
 _KEPT = ("variant", "env", "seed", "minutes", "curve", "final_returns")
 
 

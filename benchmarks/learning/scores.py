@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.learning.cells import PEERS, group_name
+from benchmarks.learning.cells import OURS, PEERS, group_name
 from zapex.watch.scores import human_share, interquartile
 
 Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -93,10 +93,11 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for env, panel in zip(games, panels, strict=False):
-        for variant in sorted(v for e, v in grouped if e == env):
+        # Ours first, so that it has one colour in all panels.
+        for variant in sorted((v for e, v in grouped if e == env), key=lambda v: (v != OURS, v)):
             _draw(panel, grouped[env, variant], variant)
         panel.set(title=env, xlabel="minutes", ylabel="return of the last 100 games")
-        panel.legend(fontsize=7)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
         panel.grid(alpha=0.3)
     for panel in panels:
         panel.set_axis_off()
@@ -108,7 +109,7 @@ def _draw(panel: Any, group: Sequence[Mapping[str, Any]], variant: str) -> None:
     last_s = min(run["curve"][-1][0] for run in group)
     seconds = np.linspace(0, last_s, 200)
     curves = np.array([_at(run["curve"], seconds, 0) for run in group])
-    (line,) = panel.plot(seconds / 60, curves.mean(0), label=f"{variant} ({len(group)} runs)")
+    (line,) = panel.plot(seconds / 60, curves.mean(0), label=f"{variant}, seeds: {len(group)}")
     panel.fill_between(
         seconds / 60, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15, lw=0
     )
