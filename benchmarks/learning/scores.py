@@ -40,9 +40,8 @@ def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     frames: the runs' median. Machines differ in speed, so zapex's variants also have "at_frames",
     the most that all of them reached in that game, and "return_there", the mean of their curves.
     """
-    grouped = groups(runs)
     found = {}
-    for (env, variant), group in sorted(grouped.items()):
+    for (env, variant), group in sorted(groups(runs).items()):
         value, low, high = final(group)
         one = found[group_name(env, variant)] = {
             "env": env, "variant": variant, "runs": len(group),
@@ -50,7 +49,7 @@ def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             "frames": float(np.median([_frames(run) for run in group])),
         }  # fmt: skip
         if variant not in PEERS:
-            family = [r for (e, v), g in grouped.items() if e == env and v not in PEERS for r in g]
+            family = (r for r in runs.values() if r["env"] == env and r["variant"] not in PEERS)
             frames = min(map(_frames, family))
             there = [_at(run["curve"], np.array([frames]), 1) for run in group]
             one |= {"at_frames": frames, "return_there": float(np.mean(there))}

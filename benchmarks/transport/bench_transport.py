@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=["rows", "sizes", "actors", "ends", "paced"])
     kinds = ["shm", *NETWORK, *ZMTP]
     parser.add_argument("--over", nargs="+", choices=kinds, default=[], help="rows of these alone")
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"connections a cell: {ROUNDS}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="connections for each cell")
     fstack_place.add_flags(parser)
     options = parser.parse_args(argv)
     served.warm()
@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cycles_per_s, counted = cycles.per_second()
     print(f"{cycles_per_s / 1e9:.2f} cycles a nanosecond of processor time ({counted})")
     quick = options.quick
-    seconds, rounds = (0.05, 1) if quick else (0.4, options.rounds or ROUNDS)
+    seconds, rounds = (0.05, 1) if quick else (0.4, options.rounds)
     setting = served.atari(capacity=8_000) if quick else served.atari()
     sizes, counts = (SIZES[:3:2], ACTORS[1:2]) if quick else (SIZES, ACTORS)
     with Places() as places:
