@@ -38,7 +38,8 @@ def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Of each group, by name: {"env", "variant", "runs", "p50": final(), "p10", "p90", "frames"}.
 
     frames: the runs' median. Machines differ in speed, so zapex's variants also have "at_frames",
-    the most that all of them reached in that game, and "return_there", the mean of their curves.
+    the most that all of them reached in that game, and the means of their curves: "return_there",
+    and "return_halfway" at half as many.
     """
     found = {}
     for (env, variant), group in sorted(groups(runs).items()):
@@ -51,8 +52,9 @@ def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if variant not in PEERS:
             family = (r for r in runs.values() if r["env"] == env and r["variant"] not in PEERS)
             frames = min(map(_frames, family))
-            there = [_at(run["curve"], np.array([frames]), 1) for run in group]
-            one |= {"at_frames": frames, "return_there": float(np.mean(there))}
+            places = np.array([frames / 2, frames])
+            halfway, there = np.mean([_at(run["curve"], places, 1) for run in group], axis=0)
+            one |= {"at_frames": frames, "return_halfway": halfway, "return_there": there}
     return found
 
 
@@ -64,7 +66,7 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown, one for each game and variant."""
     lines = [
         "| game | variant | runs | M frames | interquartile mean (95 %; one run: its games, p10 to"
-        " p90) | human = 1 | return in training at equal M frames |",
+        " p90) | human = 1 | return in training at equal M frames, halfway and there |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in scores(runs).values():
@@ -73,7 +75,8 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
         score = f"{one['p50']:.1f} ({one['p10']:.1f} to {one['p90']:.1f})"
         there = ""
         if "at_frames" in one:
-            there = f"{one['return_there']:.1f} at {one['at_frames'] / 1e6:.1f}"
+            returns = f"{one['return_halfway']:.1f}, {one['return_there']:.1f}"
+            there = f"{returns} at {one['at_frames'] / 1e6:.1f}"
         cells = (one["env"], one["variant"], one["runs"], f"{one['frames'] / 1e6:.1f}", score)
         lines.append(f"| {' | '.join(map(str, (*cells, human, there)))} |")
     return lines

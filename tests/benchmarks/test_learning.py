@@ -65,6 +65,7 @@ def test_a_faster_machine_is_no_gain_where_zapex_variants_are_compared_at_equal_
     found = scores({run["variant"]: run for run in (fast, slow, peer)})
     assert found["pong_zapex"]["at_frames"] == found["pong_uniform_replay"]["at_frames"] == 19_000
     assert found["pong_zapex"]["return_there"] == found["pong_uniform_replay"]["return_there"] == 19
+    assert found["pong_zapex"]["return_halfway"] == 9.5
     assert found["pong_stable-baselines3"]["frames"] == 190
     assert "at_frames" not in found["pong_stable-baselines3"]
 
