@@ -146,6 +146,7 @@ def test_many_actors_commit_chunks_while_looks_and_ticks_are_timed(tmp_path: Pat
     assert results["actors"] == 8
     for name in ("replay_look_us", "replay_cycle_us", "parent_tick_ms"):
         assert results[name]["n"] > 10
+    assert results["parent_tick_ms"]["mean"]["n"] == 5
 
 
 def test_a_run_is_measured_with_two_watchers_and_without(tmp_path: Path) -> None:
