@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from benchmarks.support.machine import CROWDED, FOREIGN_LIMIT, ROOT, STEAL_LIMIT, Watch
+from benchmarks.transport import redis_server
 from zapex.cli import netns
 from zapex.errors import ConfigError
 
@@ -271,6 +272,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "peers-reverb": partial(_peers, ".peers-reverb", "peers-reverb"),
     "peers-dqn": partial(_peers, ".peers-dqn", "peers-dqn"),
     "gpu": _gpu,
+    "redis": redis_server.missing,
     "real F-Stack": _fstack,
 }
 

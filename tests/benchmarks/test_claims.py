@@ -179,6 +179,13 @@ def test_a_claim_that_is_not_there_and_fields_that_make_no_sense_are_mistakes(
     assert run(tmp_path, [claim, claim]) == 2
 
 
+def test_only_claims_about_redis_need_it() -> None:
+    for claim in book.load()[0]:
+        paths = " ".join((*claim.at, *claim.over))
+        about = any(mark in paths for mark in ("redis", "[system=a,", "[system=a2,"))
+        assert ("redis" in claim.needs) == about, claim.id
+
+
 def test_paths_lead_to_rows_of_lists_to_ratios_and_to_medians_with_their_spread(
     tmp_path: Path,
 ) -> None:
