@@ -1,12 +1,15 @@
 """What a result says of its machine, and what keeps it from being published."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.support.harness import in_rounds
-from benchmarks.support.machine import Watch, cpu_seconds, doubts
+from benchmarks.support.machine import ROOT, Watch, cpu_seconds, doubts
 
 QUIET = {"commit": "0123456789ab", "foreign_cpu": 0.01, "steal": 0.0}
 
@@ -24,6 +27,36 @@ def test_a_watch_reports_shares_of_all_cores_and_the_commit() -> None:
     assert report["steal"] >= 0
     assert report["seconds"] >= 0
     assert report["commit"] == Watch().facts["commit"]
+
+
+# The shell ends at once, so nobody waits for what it started.
+WITH_AN_ORPHAN = """
+import os, subprocess, sys, time
+from benchmarks.support.machine import own_cgroup, own_seconds
+
+before_s = own_seconds()
+orphan = "import time\\nwhile time.process_time() < 0.5: pass"
+ended, held = os.pipe()
+command = ["sh", "-c", '"$@" &', "sh", sys.executable, "-c", orphan]
+subprocess.run(command, pass_fds=[held], check=True)
+os.close(held)
+os.read(ended, 1)  # the orphan held the other end
+group = own_cgroup()
+while group and len((group / "cgroup.procs").read_text().split()) > 1:
+    time.sleep(0.01)
+print(own_seconds() - before_s, group)
+"""
+
+
+def test_what_nobody_waits_for_counts_as_ours_where_we_may_make_a_cgroup() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", WITH_AN_ORPHAN], cwd=ROOT, capture_output=True, text=True,
+        check=True, timeout=60,
+    ).stdout.split()  # fmt: skip
+    if said[1] == "None":
+        pytest.skip("no cgroup of our own can be made here")
+    assert float(said[0]) > 0.5
+    assert not Path(said[1]).exists()
 
 
 def test_a_clean_commit_on_a_quiet_machine_over_five_rounds_may_be_published() -> None:
