@@ -320,6 +320,20 @@ def test_eval_plays_the_saved_network_and_prints_the_mean(
     assert "there is best, latest, step-" in refusal(capsys, "eval", "run", "--checkpoint", "x")
 
 
+def test_a_long_eval_says_now_and_then_how_many_games_have_been_played(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run_of_cartpole(capsys)
+    assert cli.main(["eval", "run", "--episodes", "3"]) == 0
+    assert capsys.readouterr().err == ""  # it took less than ten seconds
+    monkeypatch.setattr("zapex.cli.play._PROGRESS_S", 0.0)
+    assert cli.main(["eval", "run", "--episodes", "3"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    played = [int(line.removesuffix(" of 3 games played")) for line in said]
+    assert played == sorted(played)
+    assert (played[0], played[-1]) == (0, 3)
+
+
 @pytest.mark.skipif(find_spec("pygame") is None, reason="no pygame")
 def test_a_film_of_a_screen_that_pygame_draws_needs_no_window_and_prints_no_noise(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
