@@ -1,12 +1,13 @@
 """`make bench-all`: every result that lacks evidence measured again, one after the other.
 
-    python -m benchmarks.claims.measure_all [--list] [--only NAME] [--hours H] [--publish]
+    python -m benchmarks.claims.measure_all [--list] [--only NAME] [--hours H] [--publish | --again]
 
 A result goes to build/bench-all. It counts as measured once it has no doubts; then it is not
 measured again, so the command may be stopped at any time and goes on where it was. It waits until
 the machine is quiet. What comes out with doubts stays as NAME.doubtful.json, and is tried twice
 more. --publish puts what was measured into benchmarks/results, and its figures into claims.toml
-and the texts. It is a step of its own, because a changed file makes the tree dirty.
+and the texts. It is a step of its own, because a changed file makes the tree dirty. --again puts it
+beside the run that is published: figures are then those of all runs (claims.py says how).
 """
 
 import argparse
@@ -73,6 +74,27 @@ def measure(measurement: Measurement, work: Path, until_s: float) -> str:
     return f"doubtful: {'; '.join(doubts)}"
 
 
+def publish_again(measurements: Sequence[Measurement], work: Path, results: Path) -> list[str]:
+    """Put what was measured beside what is published. Names written. Raises ConfigError."""
+    written = []
+    for measurement in measurements:
+        source, target = _path(measurement, work), results / measurement.file
+        if not source.exists():
+            continue
+        run, whole = book.read(source), book.read(target)
+        if measurement.parts or not isinstance(whole, dict) or not whole:
+            raise ConfigError(f"{measurement.file} is no single run that could stand beside others")
+        if doubts := book.doubts_of(run, measurement):
+            raise ConfigError(f"{measurement.name}: {'; '.join(doubts)}")
+        if other := book.elsewhere(run, whole, measurement):
+            raise ConfigError(f"{measurement.name}: another kind of machine: {other}")
+        if run["machine"]["time"] in [one["machine"]["time"] for one in book.runs_of(whole)]:
+            raise ConfigError(f"{measurement.name}: this run is published already")
+        put_json(target, {**whole, "again": [*whole.get("again", []), run]})
+        written.append(measurement.name)
+    return written
+
+
 def publish(measurements: Sequence[Measurement], work: Path, results: Path) -> list[str]:
     """Copy what was measured; a file of several measurements keeps the others. Names written."""
     written = []
@@ -117,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--hours", type=float, default=24.0, help="wait no longer for quiet")
     parser.add_argument("--publish", action="store_true", help="put it into benchmarks/results")
+    parser.add_argument("--again", action="store_true", help="put it beside what is there")
     parser.add_argument("--work", type=Path, default=WORK, metavar="DIR")
     options = parser.parse_args(argv)
     try:
@@ -134,8 +157,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         _show(chosen, options.work)
         return 0
-    if options.publish:
-        print("written:", ", ".join(publish(chosen, options.work, book.RESULTS)) or "nothing")
+    if options.publish or options.again:
+        put = publish_again if options.again else publish
+        try:
+            print("written:", ", ".join(put(chosen, options.work, book.RESULTS)) or "nothing")
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
         return numbers.main([])
     changed = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain"], text=True,
                              capture_output=True, check=True).stdout  # fmt: skip

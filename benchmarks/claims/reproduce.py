@@ -3,7 +3,8 @@
     python -m benchmarks.claims.reproduce [--claim ID] [--quick] [--claims FILE]
                                           [--work DIR] [--results DIR]
 
-A claim is reproduced if its figure lies in the published p10..p90 widened by a tenth, or is better.
+A claim is reproduced if its figure lies in the published p10..p90 widened by a tenth, or is better;
+where several runs are published, p10 is that of the lowest and p90 that of the highest.
 A crowded machine, or another kind of processor, refutes nothing that needs a quiet machine: such a
 claim was not possible here. Claims of one measurement share one run of its command. --quick: the
 measurements that fit into ten minutes, shortest first. Exit code 1 if a claim is not reproduced, 2

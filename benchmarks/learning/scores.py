@@ -39,22 +39,25 @@ def scores(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     frames: the runs' median. Machines differ in speed, so zapex's variants also have "at_frames",
     the most that all of them reached in that game, and the means of their curves: "return_there",
-    and "return_halfway" at half as many.
+    and "return_halfway" at half as many. "spreads": of each of these the lowest and highest run.
     """
     found = {}
     for (env, variant), group in sorted(groups(runs).items()):
         value, low, high = final(group)
+        frames = [_frames(run) for run in group]
         one = found[group_name(env, variant)] = {
             "env": env, "variant": variant, "runs": len(group),
             "p10": low, "p50": value, "p90": high,
-            "frames": float(np.median([_frames(run) for run in group])),
+            "frames": float(np.median(frames)), "spreads": {"frames": [min(frames), max(frames)]},
         }  # fmt: skip
         if variant not in PEERS:
             family = (r for r in runs.values() if r["env"] == env and r["variant"] not in PEERS)
-            frames = min(map(_frames, family))
-            places = np.array([frames / 2, frames])
-            halfway, there = np.mean([_at(run["curve"], places, 1) for run in group], axis=0)
-            one |= {"at_frames": frames, "return_halfway": halfway, "return_there": there}
+            one["at_frames"] = at = min(map(_frames, family))
+            returns = [_at(run["curve"], np.array([at / 2, at]), 1) for run in group]
+            names = ("return_halfway", "return_there")
+            for name, each in zip(names, np.transpose(returns), strict=True):
+                one[name] = float(each.mean())
+                one["spreads"][name] = [float(each.min()), float(each.max())]
     return found
 
 

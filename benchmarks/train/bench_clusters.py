@@ -282,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     medians, spreads = in_rounds(cells, rounds)
     hand, ray = (medians[name] for name in _FORMS)
     more_s = ray["first_batch_s"] - hand["first_batch_s"]
+    ends_s = spreads["through Ray"]["first_batch_s"]
+    spreads["start_more_s"] = [end_s - hand["first_batch_s"] for end_s in ends_s]
     print(
         f"first batch by hand after {hand['first_batch_s']:.1f} s, through Ray "
         f"{ray['first_batch_s']:.1f} s; Ray itself came up in {ray['ray_up_s']:.1f} s before"

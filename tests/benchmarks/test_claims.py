@@ -11,6 +11,7 @@ import pytest
 from benchmarks.claims import claims as book
 from benchmarks.claims import measure_all, numbers, plots, reproduce
 from benchmarks.support import machine
+from zapex.errors import ConfigError
 
 SEEN = {
     "results": {
@@ -331,6 +332,65 @@ def test_what_is_published_leaves_the_other_parts_of_its_file(tmp_path: Path) ->
     written = json.loads((tmp_path / "some.json").read_text())["results"]
     assert written == {"a": {**EVIDENCE, "lost": 0}, "b": {}}
     assert measure_all.lacks(one, tmp_path) == ""
+
+
+def test_a_figure_of_several_runs_is_their_median_between_the_lowest_p10_and_the_highest_p90(
+    tmp_path: Path,
+) -> None:
+    at = "results.slow.p50"
+    claims: list[dict[str, object]] = [
+        {"id": "slow", "at": at, "published": [0, 0, 0]},
+        {"id": "ratio", "at": at, "over": "results.fast.p50", "published": [0, 0, 0]},
+        {"id": "rare", "at": "results.rare.p50", "published": [0, 0, 0]},
+        {"id": "gone", "at": "results.gone.p50", "published": [0, 0, 0]},
+    ]
+    by_id = {claim.id: claim for claim in book.load(write_claims(tmp_path, claims))[0]}
+
+    def run(low: float, middle: float, high: float, divisor: float) -> dict[str, object]:
+        slow = {"p10": low, "p50": middle, "p90": high}
+        return {"results": {"slow": slow, "fast": {"p50": divisor}}}
+
+    report = {**run(9, 10, 12, 5), "again": [run(6, 7, 8, 1), run(10, 11, 14, 1)]}
+    report["results"]["rare"] = {"p50": 3.0}  # type: ignore[index]
+    assert by_id["slow"].seen(report) == (6, 10, 14)
+    assert by_id["ratio"].seen(report) == (1.8, 7, 14)  # 2, 7 and 11: each run by itself
+    assert by_id["rare"].seen(report) == (3, 3, 3)
+    with pytest.raises(KeyError, match=r"results\.gone\.p50"):
+        by_id["gone"].seen(report)
+
+
+def test_a_run_goes_beside_what_is_published_if_it_is_another_of_the_same_kind_of_machine(
+    tmp_path: Path,
+) -> None:
+    one, work = measurement(tmp_path, ""), tmp_path / "work"
+    work.mkdir()
+
+    def result(time: str, kib: int = 32, doubts: tuple[str, ...] = ()) -> str:
+        facts = {"time": time, "cpu": "AMD EPYC", "cores": 2, "cache_bytes": {"L1": kib << 10}}
+        return json.dumps({**EVIDENCE, "machine": facts, "doubts": doubts})
+
+    def again() -> list[str]:
+        measure_all.publish_again([one], work, tmp_path)
+        report = json.loads((tmp_path / "some.json").read_text())
+        assert list(book.evidence_of(report, one)) == book.runs_of(report)
+        return [run["machine"]["time"] for run in book.runs_of(report)]
+
+    (work / "some.json").write_text(result("noon"))
+    with pytest.raises(ConfigError, match="no single run"):
+        again()
+    (tmp_path / "some.json").write_text(result("dawn"))
+    assert again() == ["dawn", "noon"]
+    with pytest.raises(ConfigError, match="published already"):
+        again()
+    for wrong, why in ((result("dusk", kib=48), "another kind of machine"),
+                       (result("dusk", doubts=("dirty",)), "dirty")):  # fmt: skip
+        (work / "some.json").write_text(wrong)
+        with pytest.raises(ConfigError, match=why):
+            again()
+    (work / "some.json").write_text(result("dusk"))
+    assert again() == ["dawn", "noon", "dusk"]
+    assert measure_all.publish([one], work, tmp_path) == ["some"]
+    assert len(book.runs_of(json.loads((tmp_path / "some.json").read_text()))) == 1
 
 
 def test_each_picture_is_drawn_from_the_result_of_its_name(

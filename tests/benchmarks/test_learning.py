@@ -70,6 +70,19 @@ def test_a_faster_machine_is_no_gain_where_zapex_variants_are_compared_at_equal_
     assert "at_frames" not in found["pong_stable-baselines3"]
 
 
+def test_figures_of_curves_stand_between_those_of_the_lowest_and_the_highest_seed() -> None:
+    runs = {str(seed): run_of("ALE/Pong-v5", OURS, seed, [0.0]) for seed in (11, 12)}
+    for slope, run in zip((1.0, 3.0), runs.values(), strict=True):
+        run["curve"] = [[float(i), 100.0 * i * slope, float(i)] for i in range(20)]
+    one = scores(runs)["pong_zapex"]
+    assert one["spreads"]["frames"] == [1900, 5700]
+    assert one["frames"] == 3800
+    low, high = one["spreads"]["return_there"]
+    assert (low, high) == (pytest.approx(19 / 3), 19)
+    assert one["return_there"] == pytest.approx((low + high) / 2)
+    assert one["spreads"]["return_halfway"] == pytest.approx([19 / 6, 9.5])
+
+
 def test_human_is_one_and_random_is_zero() -> None:
     assert human_share("ALE/SpaceInvaders-v5", 1668.7) == pytest.approx(1, abs=0.01)
     assert human_share("ALE/Breakout-v5", 1.7) == 0
