@@ -14,7 +14,8 @@ Roles are torch-free: real chunks of Breakout move, and a role sleeps where it w
 --calibrate (the default) the sleeps are chosen so that in `a` with one actor 14.5 % of the time is
 communication, as in the paper; all other points are predictions from there. --actor-ms and
 --learner-ms set them instead. As root with `ip` and `tc` each role has a network namespace of its
-own; a and c are also measured at 10 and 1 Gbit/s then. A point with more than 80 % load of the
+own; a and c are also measured at 10 and 1 Gbit/s then. A point's figures are medians of five
+windows, between their p10 and p90 (`spreads`). A point with more than 80 % load of the
 cores is `host_bound`: a row that a queueing model predicts (`modelled`) follows it.
 
 --real runs zapex's own commands on Breakout instead (a, c and e), in loopback, and takes the phases
@@ -44,7 +45,7 @@ from benchmarks.paper.real import SYSTEMS as REAL
 from benchmarks.paper.real import measure_real
 from benchmarks.paper.roles import ACTOR_COMMUNICATION, LEARNER_COMMUNICATION
 from benchmarks.support.harness import arguments
-from benchmarks.support.machine import Watch, doubts
+from benchmarks.support.machine import LEAST_ROUNDS, Watch, doubts
 from benchmarks.transport import fstack_place, redis_server
 from benchmarks.transport.server import warm
 from zapex.cli.netns import can_have_namespaces
@@ -56,7 +57,7 @@ _OVERHEAD_S = 12.0  # of a point: its processes start and end
 _REAL_PORT = 7960
 _SLOW = 3  # the slowest rate needs as many times the seconds for as many pushes
 _TRIAL = Pace(actor_s=0.8, learner_s=0.5)
-_NEAR, _MOST_TRIALS = 0.04, 8
+_NEAR, _MOST_TRIALS, _TRIAL_WINDOWS = 0.04, 8, 3
 
 
 def points_of(options: Any, apart: bool) -> list[Point]:
@@ -113,7 +114,7 @@ def modelled(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
         "communication_share": (there + learner) / 2,
         "actor_share": {"compute": 1 - there, "push": there},
         "actor_push_ms": {"median": 1000 * moves_s}, "actor_pull_ms": {},
-        "push_hz": row["actors"] / (compute_s + moves_s),
+        "push_hz": row["actors"] / (compute_s + moves_s), "spreads": {},
     }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def run_points(
     failed: list[str] = []
     todo = [point for point in todo if point.key not in known]
     pace = _pace(bench, rows, options)
-    each_s = bench.seconds + bench.warm_s + _OVERHEAD_S
+    each_s = bench.windows * bench.seconds + bench.warm_s + _OVERHEAD_S
     print(f"{len(todo)} points, about {len(todo) * each_s / 60:.0f} minutes", flush=True)
     began_s = time.monotonic()
     for done, point in enumerate(todo):
@@ -144,7 +145,7 @@ def run_points(
             failed.append(f"{point.system} with {point.actors} actors: {error}")
             print(f"  {failed[-1]}", flush=True)
             continue
-        why_not = doubts(watch.facts, watch.report(), None) + ["quick"] * options.quick
+        why_not = doubts(watch.facts, watch.report(), bench.windows) + ["quick"] * options.quick
         row["machine"] = {**watch.facts, **row["machine"], "doubts": why_not}
         if point.system == "a-fstack":
             row["machine"]["label"] = options.label
@@ -176,7 +177,8 @@ def run_real(rows: list[dict[str, Any]], options: Any) -> None:
         if reason:
             print(f"  {system}: {reason}")
             continue
-        rows.append(measure_real(system, actors, options.seconds, _REAL_PORT + i))
+        seconds = options.windows * options.seconds
+        rows.append(measure_real(system, actors, seconds, _REAL_PORT + i))
         if options.json:
             _write(options.json, rows)
         print(f"  {system:9}{actors} actors, real: communication "
@@ -195,8 +197,10 @@ def _pace(bench: Bench, rows: list[dict[str, Any]], options: Any) -> Pace:
         sys.exit(f"--calibrate needs Redis ({redis_server.missing()}); or give both --actor-ms and "
                  "--learner-ms")  # fmt: skip
 
+    long = replace(bench, windows=1, seconds=_TRIAL_WINDOWS * bench.seconds)
+
     def share_at(pace: Pace) -> float:
-        found = float(measure(bench, Point("a", 1), pace)["communication_share"])
+        found = float(measure(long, Point("a", 1), pace)["communication_share"])
         tried_ms = 1000 * pace.actor_s
         print(f"  {tried_ms:.0f} ms before each push: communication {found:.1%}", flush=True)
         return found
@@ -235,7 +239,8 @@ def _options(argv: list[str] | None) -> Any:
     parser = arguments(__doc__ or "")
     parser.add_argument("--systems", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--actors", nargs="+", type=int, default=None)
-    parser.add_argument("--seconds", type=float, default=None, help="of each point")
+    parser.add_argument("--seconds", type=float, default=None, help="of each window")
+    parser.add_argument("--windows", type=int, default=None, help="of each point: 5; --quick: 2")
     parser.add_argument("--actor-ms", type=float, default=0.0, help="computation for each push")
     parser.add_argument("--learner-ms", type=float, default=0.0, help="computation for each batch")
     parser.add_argument("--calibrate", action="store_true", help="choose both; the default")
@@ -246,7 +251,8 @@ def _options(argv: list[str] | None) -> Any:
     fstack_place.add_flags(parser)
     options = parser.parse_args(argv)
     options.actors = options.actors or list(COUNTS[:2] if options.quick else COUNTS)
-    options.seconds = options.seconds or (4.0 if options.quick else 20.0)
+    options.seconds = options.seconds or (2.0 if options.quick else 6.0)
+    options.windows = options.windows or (2 if options.quick else LEAST_ROUNDS)
     if options.calibrate:
         options.actor_ms = options.learner_ms = 0.0
     return options
@@ -280,8 +286,8 @@ def run_paced(rows: list[dict[str, Any]], options: Any) -> list[str]:
     named = options.fstack_lib and options.fstack_conf  # the tests' stand-in is no F-Stack
     fstack = fstack_place.find(options) if named else ""
     bench = Bench(
-        _recorded(options.quick), options.seconds, 1.0 if options.quick else 3.0, options.quick,
-        apart=not why, redis_url=options.redis_url,
+        _recorded(options.quick), options.windows, options.seconds,
+        1.0 if options.quick else 3.0, options.quick, apart=not why, redis_url=options.redis_url,
         fstack=None if isinstance(fstack, str) else fstack.setup,
         fstack_address="" if isinstance(fstack, str) else fstack.address or "",
     )  # fmt: skip

@@ -1,4 +1,8 @@
-"""One point: a system with so many paced actors, each role a process in a namespace of its own."""
+"""One point: a system with so many paced actors, each role a process in a namespace of its own.
+
+It is looked at in several windows, one after the other: figures are the windows' medians, and
+`spreads` holds their p10 and p90.
+"""
 
 import ctypes
 import json
@@ -21,8 +25,8 @@ from benchmarks.paper.experience import plain, plain_bodies, setting_of
 from benchmarks.paper.roles import (
     ACTOR_COMMUNICATION,
     LEARNER_COMMUNICATION,
-    MEASURING,
     OVER,
+    READY,
     actor,
     learner,
 )
@@ -39,6 +43,10 @@ LOAD_LIMIT = 0.8  # a point above it counts only as far as the model says
 _PORT = 7300
 _START_S = 120.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_SPREAD = (
+    "communication_share", "actor_push_ms", "actor_pull_ms", "learner_set_ms", "learner_sample_ms",
+    "learner_pull_experiences_per_s", "push_hz",
+)  # fmt: skip
 FORMATS = {
     "a": "pairs", "a-fstack": "pairs", "a2": "chunks", "b": "pairs", "b2": "chunks", "c": "chunks",
     "d-zmtp": "chunks", "d-fstack": "chunks", "e": "chunks",
@@ -70,9 +78,13 @@ class Point:
 
 @dataclass
 class Bench:
-    """What all points share. bodies: recorded chunks. apart: roles get namespaces."""
+    """What all points share. bodies: recorded chunks. seconds: of a window.
+
+    apart: roles get namespaces.
+    """
 
     bodies: np.ndarray
+    windows: int
     seconds: float
     warm_s: float
     quick: bool
@@ -194,21 +206,35 @@ def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
         )
         for i in range(point.actors):
             begin(f"actor {i}", partial(actor, partial(actor_of, i), words, 2 + i, pace.actor_s))
-        _until(running, lambda: all(words[1 : 2 + point.actors] == MEASURING))
+        _until(running, lambda: all(words[1 : 2 + point.actors] == READY))
         time.sleep(bench.warm_s)
         replay = RoleMetrics(metrics, "replay", create=False) if metrics.any() else None
-        phases = replay.snapshot() if replay else {}
-        words[0] = MEASURING
-        account = Account({role: child.pid for role, child in running.items()})
-        time.sleep(bench.seconds)
+        facts = []
+        for window in range(1, 1 + bench.windows):
+            before = replay.snapshot() if replay else {}
+            words[0] = window
+            account = Account({role: child.pid for role, child in running.items()})
+            time.sleep(bench.seconds)
+            after = replay.snapshot() if replay else {}
+            phases = {
+                k.removeprefix("phase/"): after[k] - before[k] for k in after if "phase/" in k
+            }
+            facts.append({**account.close(), "server_phases": phases})
         words[0] = OVER
-        facts = account.close()
-        after = replay.snapshot() if replay else {}
         found = {r: c.result(_START_S) for r, c in running.items() if r != "server"}
-    server = {k.removeprefix("phase/"): after[k] - phases[k] for k in after if "phase/" in k}
-    server = found["learner"]["phases"] or server
-    more = {"server_phases": server, "line_rate": line_rate, "push": sum(setting.rows)}
-    return _row(point, pace, found, {**facts, **more})
+    more = {"line_rate": line_rate, "push": sum(setting.rows)}
+    return of_windows([
+        _row(point, pace, cycles_of(found, window), {**seen, **more})
+        for window, seen in enumerate(facts, 1)
+    ])  # fmt: skip
+
+
+def cycles_of(found: dict[str, Any], window: int) -> dict[str, Any]:
+    """What each role returned of a window. Raises RuntimeError if one had no whole cycle in it."""
+    there = {role: one.get(str(window)) for role, one in found.items()}
+    if slow := [role for role, one in there.items() if one is None]:
+        raise RuntimeError(f"no whole cycle of {', '.join(slow)} in a window: give more --seconds")
+    return there
 
 
 def _ends(
@@ -299,6 +325,32 @@ def _line_rate(names: dict[str, str], address: str, port: int) -> float:
         receiver.kill()
 
 
+def of_windows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The windows' rows made one."""
+    row: dict[str, Any] = _joined(rows, _median)
+    facts = row["machine"]
+    facts["windows"] = len(rows)
+    facts["shortest_step_s"] = min(one["machine"]["shortest_step_s"] for one in rows)
+    figures = [{name: one[name] for name in _SPREAD} for one in rows]
+    spreads = _joined(figures, lambda values: np.percentile(values, [10, 90]).tolist())
+    return {**row, "host_bound": facts["load"] > LOAD_LIMIT, "spreads": spreads}
+
+
+def _median(values: list[float]) -> float:
+    """A count that is the same in all windows stays one."""
+    return values[0] if len(set(values)) == 1 else float(np.median(values))
+
+
+def _joined(found: list[Any], join: Callable[[list[float]], Any]) -> Any:
+    """Each number of several dicts; a window need not have all that another has."""
+    if isinstance(found[0], dict):
+        names = dict.fromkeys(name for one in found for name in one)
+        return {n: _joined([one[n] for one in found if n in one], join) for n in names}
+    if isinstance(found[0], (int, float)) and not isinstance(found[0], bool):
+        return join(found)
+    return found[0]
+
+
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
     whole = sum(seconds.values()) or 1.0
     return {phase: spent / whole for phase, spent in seconds.items()}
@@ -307,7 +359,7 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
 def _row(
     point: Point, pace: Pace, found: dict[str, Any], facts: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    """The keys that the page names. Shares of actors are their mean."""
+    """One window, with the keys that the page names. Shares of actors are their mean."""
     actors = [one for role, one in found.items() if role.startswith("actor")]
     learns = found["learner"]
     shares = [_shares(one["seconds"]) for one in actors]
@@ -347,11 +399,11 @@ def _row(
         "actor_push_ms": ms(actors, "push"), "actor_pull_ms": ms(actors, "pull"),
         "learner_set_ms": ms([learns], "set"), "learner_sample_ms": ms([learns], "sample"),
         "learner_pull_experiences_per_s": learns["pulled"] / sampling_s if sampling_s else 0.0,
-        "push_hz": sum(one["pushes"] for one in actors) / facts["seconds"],
+        "push_hz": sum(one["pushes"] / sum(one["seconds"].values()) for one in actors),
         "ideal_push_hz": point.actors / pace.actor_s,
         "machine": {
             "load": facts["load"], "seconds": facts["seconds"], "line_gbit": facts["line_rate"],
-            "server_phases_s": facts["server_phases"], "steps": learns["steps"],
+            "server_phases_s": learns["phases"] or facts["server_phases"], "steps": learns["steps"],
             "pushes": sum(one["pushes"] for one in actors),
             "shortest_step_s": learns["shortest_step_s"], "transitions_per_push": facts["push"],
         },

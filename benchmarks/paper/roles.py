@@ -3,7 +3,8 @@
     upper bar, actor      compute (sleep), push, pull
     lower bar, learner    sample (with waiting for it), compute (sleep), update, set
 
-These are the bars of fig. 3 of arXiv 2110.13506; a priority update is ours.
+These are the bars of fig. 3 of arXiv 2110.13506; a priority update is ours. What a role returns is
+of each window by itself, by its number: cycles that begin and end in it.
 """
 
 import time
@@ -14,7 +15,7 @@ import numpy as np
 
 from benchmarks.transport.paced import Clock
 
-WAITING, MEASURING, OVER = range(3)
+WAITING, READY, OVER = 0, 1, -1  # words[0] is the number of the window, from 1, while there is one
 ACTOR_COMMUNICATION = ("push", "pull")
 LEARNER_COMMUNICATION = ("sample", "update", "set")
 _DEADLINE_S = 60.0
@@ -29,22 +30,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class _Times:
-    """Milliseconds of calls, and phases, while the word says so."""
+    """Milliseconds of calls, and phases, of the window that words[0] names."""
 
     def __init__(self, words: Any) -> None:
-        self._words, self.clock = words, Clock()
+        self._words, self.window, self.clock = words, WAITING, Clock()
         self.ms: dict[str, list[float]] = {}
-        self._measuring = False
 
-    def turn(self) -> None:
-        """At the beginning of a cycle: whether it counts is decided here."""
-        if self._words[0] == MEASURING and not self._measuring:
-            self.clock, self._measuring = Clock(), True
+    def turn(self) -> bool:
+        """At the beginning of a cycle: whether it is the first of a window."""
+        now = int(self._words[0])
+        begins = now > WAITING and now != self.window
+        if begins:
+            self.window, self.clock, self.ms = now, Clock(), {}
+        return begins
 
     @property
     def counts(self) -> bool:
         """Whether this cycle counts."""
-        return self._measuring and self._words[0] == MEASURING
+        return WAITING < self.window == self._words[0]
 
     def call(
         self, phase: str, call: Callable[[], Any], noted: Callable[[Any], object] = lambda _: True
@@ -64,16 +67,17 @@ class _Times:
         return {"seconds": spent, "ms": {name: spread(ms) for name, ms in self.ms.items()}}
 
 
-def actor(make: Callable[[], Any], words: Any, index: int, compute_s: float) -> dict[str, Any]:
-    """Push, pull, compute. words[0] is the phase of the measurement, words[index] this role's."""
+def actor(make: Callable[[], Any], words: Any, index: int, compute_s: float) -> dict[int, Any]:
+    """Push, pull, compute. words[index] is this role's state."""
     end, times = make(), _Times(words)
     end.push()  # connected, and all kernels compiled
     end.pull()
-    words[index] = MEASURING
+    words[index] = READY
     pushes, pushed, pulled, got = 0, 0, 0, 0
-    found: dict[str, Any] = {}
+    found: dict[int, Any] = {}
     while words[0] != OVER:
-        times.turn()
+        if times.turn():
+            pushes, pushed, pulled, got = 0, 0, 0, 0
         counted = times.counts
         times.clock.enter("compute")
         time.sleep(compute_s)
@@ -82,54 +86,53 @@ def actor(make: Callable[[], Any], words: Any, index: int, compute_s: float) -> 
         if counted and times.counts:
             pushes, pushed = pushes + 1, pushed + nbytes
             pulled, got = pulled + here, got + bool(here)
-            found = times.result()  # of whole cycles
+            nbytes_each = {"push": pushed / pushes, "pull": pulled / max(1, got)}
+            found[times.window] = {**times.result(), "pushes": pushes, "bytes": nbytes_each}
     words[index] = OVER
-    found = found or times.result()
-    per_push, per_pull = pushed / max(1, pushes), pulled / max(1, got)
-    return {**found, "pushes": pushes, "bytes": {"push": per_push, "pull": per_pull}}
+    return found
 
 
 def learner(
     make: Callable[[], Any], words: Any, actors: Sequence[int], index: int, compute_s: float,
     set_every: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[int, Any]:  # fmt: skip
     """Sample, compute, update, and set parameters after so many steps.
 
     It goes on until all `actors` (places in words) are over: they may wait for it.
     """
     end, times = make(), _Times(words)
     end.set()
-    steps = pulled = 0
+    made = steps = pulled = 0
     shortest_s = np.inf
     bytes_before, phases_before = 0, dict[str, float]()
     deadline_s = np.inf
-    measured: dict[str, Any] = {}
+    found: dict[int, Any] = {}
     while not all(words[i] == OVER for i in actors):
         if words[0] == OVER:
             deadline_s = min(deadline_s, time.monotonic() + _DEADLINE_S)
             assert time.monotonic() < deadline_s, "an actor does not end"
-        was = times.counts
-        times.turn()
-        if times.counts and not was:
+        if times.turn():
+            steps = pulled = 0
+            shortest_s = np.inf
             bytes_before, phases_before = getattr(end, "batch_bytes", 0), end.phases()
+        counted = times.counts
         before, began_s = end.pulled, time.monotonic()
         times.call("sample", end.sample)
-        words[index] = MEASURING
+        words[index] = READY
         times.clock.enter("compute")
         end.serve(time.monotonic() + compute_s)
         times.call("update", end.update)
-        if not steps % set_every:
+        if not made % set_every:
             times.call("set", end.set)
-        if times.counts:
+        made += 1
+        if counted and times.counts:
             steps += 1
             pulled += end.pulled - before
             shortest_s = min(shortest_s, time.monotonic() - began_s)
-            result = times.result()
             batch_bytes = getattr(end, "batch_bytes", 0) - bytes_before
-            measured = {
-                **result, "steps": steps, "pulled": pulled, "shortest_step_s": shortest_s,
+            found[times.window] = {
+                **times.result(), "steps": steps, "pulled": pulled, "shortest_step_s": shortest_s,
                 "bytes": {"sample": batch_bytes / steps},
                 "phases": {k: v - phases_before[k] for k, v in end.phases().items()},
             }  # fmt: skip
-    assert steps, "no step of the learner was measured: give more --seconds"
-    return measured
+    return found

@@ -33,8 +33,8 @@ from benchmarks.paper import ends
 from benchmarks.paper.accounts import Account
 from benchmarks.paper.bench_paper import _recorded
 from benchmarks.paper.experience import setting_of
-from benchmarks.paper.points import LOAD_LIMIT, Child, _serve, _until
-from benchmarks.paper.roles import MEASURING, OVER, actor, learner
+from benchmarks.paper.points import LOAD_LIMIT, Child, _serve, _until, cycles_of
+from benchmarks.paper.roles import OVER, READY, actor, learner
 from benchmarks.support.harness import arguments, goal, write_json
 from benchmarks.transport.bench_edge import _wait_until_it_listens
 from benchmarks.transport.long_link import Line, LongLink
@@ -116,18 +116,18 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
                                          point.learner_s, every))  # fmt: skip
         for i in range(point.actors):
             begin(f"actor {i}", partial(_play, setting, bodies, site, i, words, point.actor_s))
-        _until(running, lambda: all(words[1 : 2 + point.actors] == MEASURING))
+        _until(running, lambda: all(words[1 : 2 + point.actors] == READY))
         for link, line in zip(links, (point.site, point.far), strict=True):
             if link:
                 link.set(line)
         time.sleep(1.0 if quick else 4.0)
-        words[0] = MEASURING
+        words[0] = 1
         account = Account({role: child.pid for role, child in running.items()})
         time.sleep(seconds)
         words[0] = OVER
         facts = account.close()
         found = {r: c.result(_START_S) for r, c in running.items() if not r.startswith("server")}
-    return _rates(point, found, facts, sum(setting.rows))
+    return _rates(point, cycles_of(found, 1), facts, sum(setting.rows))
 
 
 class _Learner(ends.LinkLearner):
