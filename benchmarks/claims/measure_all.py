@@ -89,7 +89,7 @@ def publish_again(measurements: Sequence[Measurement], work: Path, results: Path
         if other := book.elsewhere(run, whole, measurement):
             raise ConfigError(f"{measurement.name}: another kind of machine: {other}")
         if run["machine"]["time"] in [one["machine"]["time"] for one in book.runs_of(whole)]:
-            raise ConfigError(f"{measurement.name}: this run is published already")
+            raise ConfigError(f"this run is published already: remove {source} to measure another")
         put_json(target, {**whole, "again": [*whole.get("again", []), run]})
         written.append(measurement.name)
     return written

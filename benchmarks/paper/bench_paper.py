@@ -19,9 +19,10 @@ windows, between their p10 and p90 (`spreads`). A point with more than 80 % load
 cores is `host_bound`: a row that a queueing model predicts (`modelled`) follows it.
 
 --real runs zapex's own commands on Breakout instead (a, c and e), in loopback, and takes the phases
-that their roles count.
+that their roles count. Each point then has five runs, in turns, in place of windows.
 
-The file of --json gets a row after each point. Called again, it goes on after the last one.
+The file of --json gets a row after each point, with --real at the end. Called again, it goes on
+after the last one.
 """
 
 import json
@@ -32,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ import numpy as np
 from benchmarks.paper import figures
 from benchmarks.paper.experience import record, setting_of
 from benchmarks.paper.model import Cycle, share, transfer_s
-from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Child, Pace, Point, measure
+from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Child, Pace, Point, measure, over
 from benchmarks.paper.real import SYSTEMS as REAL
 from benchmarks.paper.real import measure_real
 from benchmarks.paper.roles import ACTOR_COMMUNICATION, LEARNER_COMMUNICATION
@@ -169,20 +171,28 @@ def run_points(
 
 
 def run_real(rows: list[dict[str, Any]], options: Any) -> None:
-    """Real runs of the systems that have commands; each row is written as soon as it is there."""
+    """Real runs of the systems that have commands, each point once a round."""
     known = {(r["system"], r["actors"]) for r in rows if not r["paced"]}
     todo = [(s, n) for n in options.actors for s in REAL if s in options.systems]
-    for i, (system, actors) in enumerate(point for point in todo if point not in known):
-        reason = redis_server.missing() if system == "a" else ""
-        if reason:
-            print(f"  {system}: {reason}")
-            continue
-        seconds = options.windows * options.seconds
-        rows.append(measure_real(system, actors, seconds, _REAL_PORT + i))
-        if options.json:
-            _write(options.json, rows)
-        print(f"  {system:9}{actors} actors, real: communication "
-              f"{rows[-1]['communication_share']:.1%}", flush=True)  # fmt: skip
+    todo = [point for point in todo if point not in known]
+    if reason := redis_server.missing():
+        print(f"  a: {reason}")
+        todo = [(system, actors) for system, actors in todo if system != "a"]
+    watch, ports = Watch(), count(_REAL_PORT)
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {point: [] for point in todo}
+    for turn in range(1, options.windows + 1):
+        for system, actors in todo:
+            row = measure_real(system, actors, options.seconds, next(ports))
+            found[system, actors].append(row)
+            print(f"  round {turn} of {options.windows}: {system:9}{actors} actors, real: "
+                  f"communication {row['communication_share']:.1%}", flush=True)  # fmt: skip
+    why_not = doubts(watch.facts, watch.report(), options.windows) + ["quick"] * options.quick
+    for some in found.values():
+        row = over(some)
+        row["machine"] |= {**watch.facts, "windows": options.windows, "doubts": why_not}
+        rows.append(row)
+    if options.json:
+        _write(options.json, rows)
 
 
 def _pace(bench: Bench, rows: list[dict[str, Any]], options: Any) -> Pace:
@@ -239,8 +249,8 @@ def _options(argv: list[str] | None) -> Any:
     parser = arguments(__doc__ or "")
     parser.add_argument("--systems", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--actors", nargs="+", type=int, default=None)
-    parser.add_argument("--seconds", type=float, default=None, help="of each window")
-    parser.add_argument("--windows", type=int, default=None, help="of each point: 5; --quick: 2")
+    parser.add_argument("--seconds", type=float, default=None, help="of each window or run")
+    parser.add_argument("--windows", type=int, default=None, help="of a point: 5; --quick: 2")
     parser.add_argument("--actor-ms", type=float, default=0.0, help="computation for each push")
     parser.add_argument("--learner-ms", type=float, default=0.0, help="computation for each batch")
     parser.add_argument("--calibrate", action="store_true", help="choose both; the default")
@@ -251,7 +261,7 @@ def _options(argv: list[str] | None) -> Any:
     fstack_place.add_flags(parser)
     options = parser.parse_args(argv)
     options.actors = options.actors or list(COUNTS[:2] if options.quick else COUNTS)
-    options.seconds = options.seconds or (2.0 if options.quick else 6.0)
+    options.seconds = options.seconds or (2.0 if options.quick else 20.0 if options.real else 6.0)
     options.windows = options.windows or (2 if options.quick else LEAST_ROUNDS)
     if options.calibrate:
         options.actor_ms = options.learner_ms = 0.0

@@ -223,10 +223,15 @@ def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
         words[0] = OVER
         found = {r: c.result(_START_S) for r, c in running.items() if r != "server"}
     more = {"line_rate": line_rate, "push": sum(setting.rows)}
-    return of_windows([
+    rows = [
         _row(point, pace, cycles_of(found, window), {**seen, **more})
         for window, seen in enumerate(facts, 1)
-    ])  # fmt: skip
+    ]
+    row = over(rows)
+    known = row["machine"]
+    known["windows"] = bench.windows
+    known["shortest_step_s"] = min(one["machine"]["shortest_step_s"] for one in rows)
+    return {**row, "host_bound": known["load"] > LOAD_LIMIT}
 
 
 def cycles_of(found: dict[str, Any], window: int) -> dict[str, Any]:
@@ -325,15 +330,14 @@ def _line_rate(names: dict[str, str], address: str, port: int) -> float:
         receiver.kill()
 
 
-def of_windows(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The windows' rows made one."""
-    row: dict[str, Any] = _joined(rows, _median)
-    facts = row["machine"]
-    facts["windows"] = len(rows)
-    facts["shortest_step_s"] = min(one["machine"]["shortest_step_s"] for one in rows)
-    figures = [{name: one[name] for name in _SPREAD} for one in rows]
+def over(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of one point, of several windows or runs, made one: each figure's median.
+
+    "spreads": the p10 and p90 of those that are no shares of one role.
+    """
+    figures = [{name: row[name] for name in _SPREAD} for row in rows]
     spreads = _joined(figures, lambda values: np.percentile(values, [10, 90]).tolist())
-    return {**row, "host_bound": facts["load"] > LOAD_LIMIT, "spreads": spreads}
+    return {**_joined(rows, _median), "spreads": spreads}
 
 
 def _median(values: list[float]) -> float:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.points import FORMATS
-from benchmarks.support.machine import machine_facts
 from benchmarks.transport import redis_server
 
 SYSTEMS = ("a", "c", "e")
@@ -111,8 +110,7 @@ def measure_real(system: str, actors: int, seconds: float, port: int) -> dict[st
         "communication_share": sum(communication) / 2, "actor_share": actor,
         "learner_share": learner, "core_seconds": {}, "actor_push_ms": {}, "actor_pull_ms": {},
         "learner_set_ms": {}, "learner_sample_ms": {}, "learner_pull_experiences_per_s": None,
-        "push_hz": None, "ideal_push_hz": None, "spreads": {},
-        "machine": {**machine_facts(),
-                    "totals": found["totals"], "rates": found["rates"],
+        "push_hz": None, "ideal_push_hz": None,
+        "machine": {"totals": found["totals"], "rates": found["rates"],
                     "relay_share": _shares(actors_host, "relay", _RELAY)},
     }  # fmt: skip

@@ -90,6 +90,7 @@ def test_a_real_run_has_the_phases_that_its_roles_count(tmp_path: Path) -> None:
     (row,) = quick(tmp_path, "paper", *words)
     assert row.keys() == KEYS
     assert row["paced"] is None
+    assert row["machine"]["windows"] == 2
     assert row["machine"]["totals"]["batches"] >= 2
     for shares in (row["actor_share"], row["learner_share"]):
         assert shares["compute"] > 0
@@ -123,23 +124,20 @@ def test_a_role_returns_the_whole_cycles_of_each_window_by_itself() -> None:
 
 
 def test_figures_of_windows_are_their_medians_and_counts_stay_counts() -> None:
-    def window(share: float, pull: dict[str, float], step_s: float) -> dict[str, object]:
+    def window(share: float, pull: dict[str, float]) -> dict[str, object]:
         return {
             "system": "a", "actors": 8, "gbit": None, "communication_share": share,
-            "host_bound": False, "actor_push_ms": {}, "actor_pull_ms": pull, "learner_set_ms": {},
-            "learner_sample_ms": {}, "learner_pull_experiences_per_s": 1.0, "push_hz": 2.0,
-            "machine": {"load": 0.9, "shortest_step_s": step_s},
+            "actor_push_ms": {}, "actor_pull_ms": pull, "learner_set_ms": {},
+            "learner_sample_ms": {}, "learner_pull_experiences_per_s": None, "push_hz": 2.0,
+            "machine": {"load": share},
         }  # fmt: skip
 
-    row = points.of_windows([
-        window(0.1, {}, 0.5), window(0.3, {"median": 4.0}, 0.4), window(0.2, {"median": 6.0}, 0.6)
-    ])  # fmt: skip
+    row = points.over([window(0.1, {}), window(0.3, {"median": 4.0}), window(0.2, {"median": 6.0})])
     assert (row["system"], row["gbit"], str(row["actors"])) == ("a", None, "8")
-    assert row["communication_share"] == 0.2
+    assert row["communication_share"] == row["machine"]["load"] == 0.2
     assert row["spreads"]["communication_share"] == pytest.approx([0.12, 0.28])
     assert row["actor_pull_ms"] == {"median": 5.0}  # a window may have no pull
-    assert row["machine"]["shortest_step_s"] == 0.4
-    assert row["host_bound"] is True
+    assert row["learner_pull_experiences_per_s"] is None  # as in a real run
 
 
 def test_a_role_without_a_whole_cycle_in_a_window_is_told() -> None:
