@@ -67,6 +67,7 @@ def machine_facts(more: Sequence[str] = ()) -> dict[str, Any]:
         "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "pinned_to": sorted(os.sched_getaffinity(0)),
+        "isolated": _read("/sys/devices/system/cpu/isolated"),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "cache_bytes": cache_bytes(),
         "load_average": os.getloadavg(),
