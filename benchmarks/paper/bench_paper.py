@@ -175,7 +175,7 @@ def run_real(rows: list[dict[str, Any]], options: Any) -> None:
     known = {(r["system"], r["actors"]) for r in rows if not r["paced"]}
     todo = [(s, n) for n in options.actors for s in REAL if s in options.systems]
     todo = [point for point in todo if point not in known]
-    if reason := redis_server.missing():
+    if any(system == "a" for system, _ in todo) and (reason := redis_server.missing()):
         print(f"  a: {reason}")
         todo = [(system, actors) for system, actors in todo if system != "a"]
     watch, ports = Watch(), count(_REAL_PORT)

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from benchmarks.paper.roles import (
     actor,
     learner,
 )
+from benchmarks.support.harness import joined, p10_p90
 from benchmarks.support.processes import reap, start
 from benchmarks.transport import redis_server
 from benchmarks.transport.server import NetworkServer, Server, Setting, make_host, waiter
@@ -336,23 +337,12 @@ def over(rows: list[dict[str, Any]]) -> dict[str, Any]:
     "spreads": the p10 and p90 of those that are no shares of one role.
     """
     figures = [{name: row[name] for name in _SPREAD} for row in rows]
-    spreads = _joined(figures, lambda values: np.percentile(values, [10, 90]).tolist())
-    return {**_joined(rows, _median), "spreads": spreads}
+    return {**joined(rows, _median), "spreads": joined(figures, p10_p90)}
 
 
-def _median(values: list[float]) -> float:
+def _median(values: Sequence[float]) -> float:
     """A count that is the same in all windows stays one."""
     return values[0] if len(set(values)) == 1 else float(np.median(values))
-
-
-def _joined(found: list[Any], join: Callable[[list[float]], Any]) -> Any:
-    """Each number of several dicts; a window need not have all that another has."""
-    if isinstance(found[0], dict):
-        names = dict.fromkeys(name for one in found for name in one)
-        return {n: _joined([one[n] for one in found if n in one], join) for n in names}
-    if isinstance(found[0], (int, float)) and not isinstance(found[0], bool):
-        return join(found)
-    return found[0]
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:

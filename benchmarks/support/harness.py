@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,20 +65,25 @@ class CacheSweeper:
 
 
 def joined(found: Sequence[Any], join: Callable[[Sequence[float]], Any]) -> Any:
-    """Several rounds of one cell made one: each number of its dicts and lists by itself."""
+    """Several rounds of one cell made one: each number of its dicts and lists by itself.
+
+    A round may lack names of a dict that another has. What is no number is that of the first.
+    """
     first = found[0]
     if isinstance(first, dict):
-        return {name: joined([one[name] for one in found], join) for name in first}
+        names = dict.fromkeys(name for one in found for name in one)
+        return {name: joined([one[name] for one in found if name in one], join) for name in names}
     if isinstance(first, list):
         return [joined(column, join) for column in zip(*found, strict=True)]
-    return join(found)
+    return join(found) if isinstance(first, Real) else first
 
 
 def _median(values: Sequence[float]) -> float:
     return float(np.median(values))
 
 
-def _spread(values: Sequence[float]) -> list[float]:
+def p10_p90(values: Sequence[float]) -> list[float]:
+    """The ends of a spread, with six digits."""
     return [float(f"{v:.6g}") for v in np.percentile(values, [10, 90])]
 
 
@@ -103,7 +109,7 @@ def in_rounds(cells: Mapping[Any, Callable[[], Any]], rounds: int) -> Rounds:
             print(f"  round {turn + 1} of {rounds}: {name} {took:.1f} s", file=sys.stderr)
     return Rounds(
         {name: joined(results, _median) for name, results in found.items()},
-        {name: joined(results, _spread) for name, results in found.items()},
+        {name: joined(results, p10_p90) for name, results in found.items()},
     )
 
 

@@ -91,3 +91,9 @@ def test_rounds_give_the_median_and_spread_of_every_figure_in_dicts_and_lists() 
     low, high = found.spreads["a"]["us"]["p50"]
     assert (low, high) == (pytest.approx(1.2), pytest.approx(7.6))
     assert found.spreads["b"]["rows"] == [[5.0, 5.0]]
+
+
+def test_a_round_may_lack_what_another_has_and_words_stay_words() -> None:
+    turns = iter([{"pulls": {}, "system": "a"}, {"pulls": {"ms": 4.0}, "system": "a"}])
+    found = in_rounds({"cell": lambda: next(turns)}, 2)
+    assert found.medians["cell"] == {"pulls": {"ms": 4.0}, "system": "a"}
