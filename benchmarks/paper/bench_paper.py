@@ -228,7 +228,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     new.replace(path)
 
 
-def _recorded(quick: bool) -> np.ndarray:
+def recorded_bodies(quick: bool) -> np.ndarray:
     """Chunks of a game, played in another process."""
     path = Path(tempfile.mkdtemp(prefix="zapex-paper-"), "chunks.npy")
 
@@ -296,7 +296,7 @@ def run_paced(rows: list[dict[str, Any]], options: Any) -> list[str]:
     named = options.fstack_lib and options.fstack_conf  # the tests' stand-in is no F-Stack
     fstack = fstack_place.find(options) if named else ""
     bench = Bench(
-        _recorded(options.quick), options.windows, options.seconds,
+        recorded_bodies(options.quick), options.windows, options.seconds,
         1.0 if options.quick else 3.0, options.quick, apart=not why, redis_url=options.redis_url,
         fstack=None if isinstance(fstack, str) else fstack.setup,
         fstack_address="" if isinstance(fstack, str) else fstack.address or "",

@@ -143,7 +143,7 @@ class Child:
         os.close(self._fd)
 
 
-def _serve(setting: Setting, url: str, words: Any, fstack: Setup | None) -> None:
+def serve(setting: Setting, url: str, words: Any, fstack: Setup | None) -> None:
     """A replay in the network, for ever; parameters come from the learner."""
     made = NetworkServer(setting, url, ends.OPEN["replay"], words, fstack)
     _work(made.duty, made.server.wait)
@@ -207,7 +207,7 @@ def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
         )
         for i in range(point.actors):
             begin(f"actor {i}", partial(actor, partial(actor_of, i), words, 2 + i, pace.actor_s))
-        _until(running, lambda: all(words[1 : 2 + point.actors] == READY))
+        wait_until(running, lambda: all(words[1 : 2 + point.actors] == READY))
         time.sleep(bench.warm_s)
         replay = RoleMetrics(metrics, "replay", create=False) if metrics.any() else None
         facts = []
@@ -276,14 +276,15 @@ def _ends(
     if scheme == "fstack" and bench.fstack_address:
         url = f"tcp://{bench.fstack_address}:{port}"
     fstack = bench.fstack if scheme == "fstack" else None
-    begin("server", lambda: _serve(setting, url.replace("tcp", scheme, 1), metrics, fstack))
+    begin("server", lambda: serve(setting, url.replace("tcp", scheme, 1), metrics, fstack))
     return (
         lambda i: ends.LinkActor(setting, bodies, url, i),
         lambda: ends.LinkLearner(setting, url),
     )
 
 
-def _until(running: dict[str, Child], done: Callable[[], object]) -> None:
+def wait_until(running: dict[str, Child], done: Callable[[], object]) -> None:
+    """Raises RuntimeError if a role ends before, TimeoutError after two minutes."""
     deadline = time.monotonic() + _START_S
     while not done():
         over = [role for role, child in running.items() if child.ended()]

@@ -1,6 +1,6 @@
 """Replay and actors at the edge, the learner behind a long link: how busy is it, how stale?
 
-    python -m benchmarks.transport.bench_edge [--seconds 30] [--quick] [--json F] [--figure F]
+    python -m benchmarks.transport.bench_edge [--windows 5] [--quick] [--json F] [--figure F]
 
 `zapex replay` and `zapex actor` play Breakout here; a paced learner (180 ms a batch of 512, the
 paper's network) reaches the replay through a relay with delay, rate, losses and compression
@@ -10,6 +10,8 @@ paper's network) reaches the replay through a relay with delay, rate, losses and
     batches      a second; behind a link without limit they are those of the pace
     staleness    batches learned between a batch's request and its use; more ahead is staler
     Mbit/s       on the line: batches come down, parameters and priorities go up
+
+Medians of windows of 10 s, one after the other; `spreads` has their p10 and p90. Mbit/s are of all.
 
 Beside it: what LZ4, zstd and zlib make of the frames of such a batch (LZ4 and zstd where `pip
 install lz4 zstandard` has been done).
@@ -32,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.harness import arguments, goal, write_json
+from benchmarks.support.harness import arguments, goal, joined, p10_p90, write_json
 from benchmarks.support.machine import ROOT
 from benchmarks.transport.long_link import Line, LongLink
 
@@ -48,7 +50,8 @@ LINES = (
     Line(50.0, 100.0, loss=0.001), Line(100.0, 100.0), Line(200.0, 100.0),
 )  # fmt: skip
 TUNNEL = Line(50.0, 100.0, compressed=True)  # for comparison, without --compress
-START_S, END_S, RECORD_S = 300.0, 20.0, 5.0
+START_S, END_S = 300.0, 20.0
+RECORD_S, RECORDS = 5.0, 2  # of the learner; of a window
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,15 @@ SETTINGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """A paced learner behind a long link."""
     parser = arguments(main.__doc__ or "")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
+    parser.add_argument("--windows", type=int, help="of each measurement: 5; --quick: 1")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the results here")
     options = parser.parse_args(argv)
-    settle_s, seconds = (6.0, 11.0) if options.quick else (20.0, options.seconds)
+    settle_s, windows = (6.0, 1) if options.quick else (12.0, 5)
+    windows = options.windows or windows
     settings = (SETTINGS[0], SETTINGS[2]) if options.quick else SETTINGS
     lines = {ahead: lines_of(ahead, options.quick) for ahead in settings}
     count = sum(map(len, lines.values()))
+    seconds = (windows * RECORDS + 1) * RECORD_S
     minutes = len(settings) + count * (settle_s + seconds) / 60
     print(f"{count} measurements, about {minutes:.0f} minutes")
     codecs = compression(2 if options.quick else 20)
@@ -93,14 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in lines[ahead]:
                 link.set(line)
                 time.sleep(settle_s)
-                cells.append(_measure(directory, link, line, ahead, seconds))
+                cells.append(_measure(directory, link, line, ahead, windows))
                 print("  " + _told(cells[-1]), flush=True)
     meant = [cell for cell in cells if cell["line"] == asdict(GOAL_LINE) and cell["compress"]]
     best = min(meant, key=lambda cell: cell["wait_share"])
     what = f"waits at {GOAL_LINE}, --compress, {best['prefetch']} ahead"
     print(goal(what, 100 * best["wait_share"], 10, " %"))
     results = {"cells": cells, "compression": codecs}
-    write_json(options, "edge", results, rounds=1 if options.quick else None, seconds=seconds)
+    write_json(options, "edge", results, rounds=windows, seconds=RECORDS * RECORD_S)
     if options.figure:
         draw(cells, options.figure, options.quick)
     return 0
@@ -133,7 +138,7 @@ def _run(ahead: Ahead) -> Iterator[tuple[Path, LongLink]]:
                 ("learner", "--replay", link.port),
             ):  # fmt: skip
                 if part == "learner":  # the relay listens before there is a replay behind it
-                    _wait_until_it_listens(port)
+                    wait_until_it_listens(port)
                 command = paced if part == "learner" else ["-m", "zapex"]
                 words = [part, where, f"tcp://127.0.0.1:{to}", "--run-dir", part]
                 words += of_learner if part == "learner" else []
@@ -157,7 +162,8 @@ def _run(ahead: Ahead) -> Iterator[tuple[Path, LongLink]]:
                 process.wait()
 
 
-def _wait_until_it_listens(port: int) -> None:
+def wait_until_it_listens(port: int) -> None:
+    """Raises RuntimeError after five minutes."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
@@ -184,30 +190,37 @@ def _wait_for_batches(directory: Path, started: list[subprocess.Popen[bytes]]) -
 
 
 def _measure(
-    directory: Path, link: LongLink, line: Line, ahead: Ahead, seconds: float
+    directory: Path, link: LongLink, line: Line, ahead: Ahead, windows: int
 ) -> dict[str, Any]:
-    """What the learner recorded in a window."""
+    """What the learner recorded in windows that follow each other."""
     before = len(_lines(directory))
     link.set(line)
     began_s = time.monotonic()
-    time.sleep(seconds)
-    passed, elapsed_s = link.set(line), time.monotonic() - began_s
-    deadline = time.monotonic() + START_S
-    while len(found := _lines(directory)[before:]) < max(2, seconds // RECORD_S):
+    deadline = began_s + START_S + (windows * RECORDS + 1) * RECORD_S
+    while len(found := _lines(directory)[before:]) < windows * RECORDS + 1:
         assert time.monotonic() < deadline, "the learner records nothing"
         time.sleep(0.5)
-    first, last = found[0], found[-1]
+    passed, elapsed_s = link.set(line), time.monotonic() - began_s
+    rows = [_window(found[i * RECORDS :][: RECORDS + 1]) for i in range(windows)]
     return {
         "line": asdict(line), **asdict(ahead), "step_ms": 1e3 * STEP_S,
-        "wait_share": _mean(found, "comm/learner_wait"),
-        "batches_per_s": (last["batches"] - first["batches"]) / (last["wall_s"] - first["wall_s"]),
-        "staleness_batches": _mean(found, "learner/staleness"),
+        **joined(rows, lambda values: float(np.median(values))), "spreads": joined(rows, p10_p90),
         **{f"{name}_bytes": passed[name] for name in ("up", "down")},
         **{f"{name}_bytes_on_the_line": passed[f"{name}_on_the_line"] for name in ("up", "down")},
         "down_mbit": passed["down_on_the_line"] * 8e-6 / elapsed_s,
         "up_mbit": passed["up_on_the_line"] * 8e-6 / elapsed_s,
-        "machine_busy": _mean(found, "system/host_cpu_share"),
     }  # fmt: skip
+
+
+def _window(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Between the first record and the last. The first one's means are of the time before."""
+    first, last = lines[0], lines[-1]
+    return {
+        "wait_share": _mean(lines[1:], "comm/learner_wait"),
+        "batches_per_s": (last["batches"] - first["batches"]) / (last["wall_s"] - first["wall_s"]),
+        "staleness_batches": _mean(lines[1:], "learner/staleness"),
+        "machine_busy": _mean(lines[1:], "system/host_cpu_share"),
+    }
 
 
 def _mean(lines: list[dict[str, Any]], key: str) -> float:

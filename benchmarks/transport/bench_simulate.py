@@ -31,12 +31,12 @@ import numpy as np
 
 from benchmarks.paper import ends
 from benchmarks.paper.accounts import Account
-from benchmarks.paper.bench_paper import _recorded
+from benchmarks.paper.bench_paper import recorded_bodies
 from benchmarks.paper.experience import setting_of
-from benchmarks.paper.points import LOAD_LIMIT, Child, _serve, _until, cycles_of
+from benchmarks.paper.points import LOAD_LIMIT, Child, cycles_of, serve, wait_until
 from benchmarks.paper.roles import OVER, READY, actor, learner
 from benchmarks.support.harness import arguments, goal, write_json
-from benchmarks.transport.bench_edge import _wait_until_it_listens
+from benchmarks.transport.bench_edge import wait_until_it_listens
 from benchmarks.transport.long_link import Line, LongLink
 from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, Setting, warm
 from zapex.config.settings import Config
@@ -104,9 +104,9 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
 
         ports = [next(_PORTS) for _ in range(point.shards)]
         for shard, port in enumerate(ports):
-            begin(f"server {shard}", partial(_serve, setting, _url([port]), None, None))
+            begin(f"server {shard}", partial(serve, setting, _url([port]), None, None))
         for port in ports:
-            _wait_until_it_listens(port)
+            wait_until_it_listens(port)
         links = [stack.enter_context(LongLink(*ports)) if line != DIRECT else None
                  for line in (point.site, point.far)]  # fmt: skip
         site, far = (_url(link.ports if link else ports) for link in links)
@@ -116,7 +116,7 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
                                          point.learner_s, every))  # fmt: skip
         for i in range(point.actors):
             begin(f"actor {i}", partial(_play, setting, bodies, site, i, words, point.actor_s))
-        _until(running, lambda: all(words[1 : 2 + point.actors] == READY))
+        wait_until(running, lambda: all(words[1 : 2 + point.actors] == READY))
         for link, line in zip(links, (point.site, point.far), strict=True):
             if link:
                 link.set(line)
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="zapex-bench-") as place:
         times, _ = calibration.measure(Run(config, spec, Path(place)), 3 if options.quick else 10)
     warm()
-    bodies = _recorded(options.quick)
+    bodies = recorded_bodies(options.quick)
     rows: list[dict[str, Any]] = []
     began_s = time.monotonic()
     for done, point in enumerate(points):
