@@ -1,6 +1,6 @@
 """The model of a cluster beside measured points that it has not seen.
 
-    python -m benchmarks.transport.bench_simulate [--seconds 12] [--quick] [--json F] [--figure F]
+    python -m benchmarks.transport.bench_simulate [--windows 5] [--quick] [--json F] [--figure F]
 
 Paced roles (real replay servers, real links, chunks of Breakout, no torch) work at a given pace:
 an actor sleeps where it would play, pushes 800 transitions and waits until they are acknowledged;
@@ -9,7 +9,8 @@ shards, without and with shaped links (long_link.py: one for all actors, one for
 
 The model gets the paces, the links and the times that `zapex simulate` measures here
 (studies/calibration.py), and nothing of these points: none of them was used to fit anything. For
-each point: steps a second, batches a second, and the time of a push, measured and predicted. A
+each point: steps a second, batches a second, and the time of a push, measured and predicted.
+Measured are medians of windows of 8 s, one after the other; `spreads` has their p10 and p90. A
 point whose cores were more than 80 % busy is marked and does not count.
 """
 
@@ -35,7 +36,7 @@ from benchmarks.paper.bench_paper import recorded_bodies
 from benchmarks.paper.experience import setting_of
 from benchmarks.paper.points import LOAD_LIMIT, Child, cycles_of, serve, wait_until
 from benchmarks.paper.roles import OVER, READY, actor, learner
-from benchmarks.support.harness import arguments, goal, write_json
+from benchmarks.support.harness import arguments, goal, joined, p10_p90, write_json
 from benchmarks.transport.bench_edge import wait_until_it_listens
 from benchmarks.transport.long_link import Line, LongLink
 from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, Setting, warm
@@ -91,7 +92,9 @@ POINTS = (
 QUICK_POINTS = (Point(1, 0.3, 0.2), Point(2, 0.5, 0.2, far=Line(60.0, 400.0), shards=2))
 
 
-def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> dict[str, Any]:
+def measured(
+    point: Point, bodies: np.ndarray, quick: bool, windows: int, seconds: float
+) -> dict[str, Any]:
     """Rates of a point, and how busy the cores were."""
     setting = setting_of(point.actors + 1, quick)
     words = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
@@ -121,13 +124,18 @@ def measured(point: Point, bodies: np.ndarray, quick: bool, seconds: float) -> d
             if link:
                 link.set(line)
         time.sleep(1.0 if quick else 4.0)
-        words[0] = 1
-        account = Account({role: child.pid for role, child in running.items()})
-        time.sleep(seconds)
+        loads = []
+        for window in range(1, 1 + windows):
+            words[0] = window
+            account = Account({role: child.pid for role, child in running.items()})
+            time.sleep(seconds)
+            loads.append(account.close()["load"])
         words[0] = OVER
-        facts = account.close()
         found = {r: c.result(_START_S) for r, c in running.items() if not r.startswith("server")}
-    return _rates(point, cycles_of(found, 1), facts, sum(setting.rows))
+    rows = [_rates(cycles_of(found, window), load, sum(setting.rows))
+            for window, load in enumerate(loads, 1)]  # fmt: skip
+    medians = joined(rows, lambda values: float(np.median(values)))
+    return {**medians, "spreads": joined(rows, p10_p90)}
 
 
 class _Learner(ends.LinkLearner):
@@ -164,9 +172,7 @@ def _url(ports: Sequence[int]) -> str:
     return ",".join(f"tcp://127.0.0.1:{port}" for port in ports)
 
 
-def _rates(
-    point: Point, found: dict[str, Any], facts: dict[str, Any], rows: int
-) -> dict[str, Any]:  # fmt: skip
+def _rates(found: dict[str, Any], load: float, rows: int) -> dict[str, Any]:
     """Of the time that whole cycles took, not of the window.
 
     A paced actor stops for new parameters; one beside a relay does not, and the model neither: that
@@ -180,7 +186,7 @@ def _rates(
         "steps_per_s": sum(rows * n / s for n, s in zip(cycles, spent, strict=True)),
         "batches_per_s": learns["steps"] / sum(learns["seconds"].values()),
         "push_ms": float(np.median([one["ms"]["push"]["median"] for one in actors])),
-        "load": facts["load"],
+        "load": load,
         "push_bytes": float(np.mean([one["bytes"]["push"] for one in actors])),
         "batch_bytes": learns["bytes"]["sample"],
     }
@@ -208,11 +214,13 @@ def predicted(point: Point, times: Times, found: dict[str, Any], quick: bool) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """The model of a cluster beside measured points."""
     parser = arguments(main.__doc__ or "")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each point")
+    parser.add_argument("--windows", type=int, help="of each point: 5; --quick: 1")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the results here")
     options = parser.parse_args(argv)
-    seconds, points = (3.0, QUICK_POINTS) if options.quick else (options.seconds, POINTS)
-    print(f"{len(points)} points, about {len(points) * (seconds + _BESIDE_S) / 60:.0f} minutes")
+    windows, seconds, points = (1, 3.0, QUICK_POINTS) if options.quick else (5, 8.0, POINTS)
+    windows = options.windows or windows
+    minutes = len(points) * (windows * seconds + _BESIDE_S) / 60
+    print(f"{len(points)} points, about {minutes:.0f} minutes")
     config = Config().replace(env="ALE/Breakout-v5")
     spec = environments.check(config.env.env, {})
     with tempfile.TemporaryDirectory(prefix="zapex-bench-") as place:
@@ -227,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  [{done} of {len(points)} points, about {left_s / 60:.1f} min left]",
                   flush=True)  # fmt: skip
         try:
-            found = measured(point, bodies, options.quick, seconds)
+            found = measured(point, bodies, options.quick, windows, seconds)
         except (RuntimeError, TimeoutError, AssertionError) as error:
             print(f"  {point}: not measured: {error}", flush=True)
             continue
@@ -248,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                  for k in ("steps_per_s", "batches_per_s")), default=math.nan)  # fmt: skip
     print(goal("worst error of a rate at points below 80 % load", 100 * worst, 100 * GOAL, " %"))
     results = {"times": asdict(times), "points": rows, "worst_error": worst}
-    write_json(options, "simulate", results, rounds=1 if options.quick else None, seconds=seconds)
+    write_json(options, "simulate", results, rounds=windows, seconds=seconds)
     if options.figure:
         draw(rows, options.figure, options.quick)
     return 0
