@@ -78,7 +78,8 @@ def joined(found: Sequence[Any], join: Callable[[Sequence[float]], Any]) -> Any:
     return join(found) if isinstance(first, Real) else first
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """For joined(): of each figure over the rounds."""
     return float(np.median(values))
 
 
@@ -108,7 +109,7 @@ def in_rounds(cells: Mapping[Any, Callable[[], Any]], rounds: int) -> Rounds:
             took = time.monotonic() - start
             print(f"  round {turn + 1} of {rounds}: {name} {took:.1f} s", file=sys.stderr)
     return Rounds(
-        {name: joined(results, _median) for name, results in found.items()},
+        {name: joined(results, median) for name, results in found.items()},
         {name: joined(results, p10_p90) for name, results in found.items()},
     )
 

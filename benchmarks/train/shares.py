@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.harness import goal, joined
+from benchmarks.support.harness import goal, joined, median
 from benchmarks.train.core_shares import (
     IDLE,
     OUTSIDE,
@@ -58,7 +58,7 @@ def shares(options: Namespace, spec: EnvironmentSpec) -> Result:
         "batch_size": config.learner.batch_size,
         "capacity": config.replay.capacity,
         "began_s": looks[0].time_s - run.began_s,
-        **joined(windows, lambda values: float(np.median(values))),
+        **joined(windows, median),
         "spreads": joined(windows, lambda values: np.percentile(values, [10, 90]).tolist()),
     }
     _print_shares(result)

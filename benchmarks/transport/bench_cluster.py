@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.support.harness import arguments, goal, joined, write_json
+from benchmarks.support.harness import arguments, goal, joined, median, write_json
 from benchmarks.support.machine import ROOT
 from zapex.cli import netns
 from zapex.net import keys as curve_keys
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for window in range(1 if options.quick else WINDOWS):
                     print(f"  {name}: window {window + 1}", file=sys.stderr, flush=True)
                     found.append(_measure(run_dir, commands, seconds))
-            results[name] = joined(found, lambda values: float(np.median(values)))
+            results[name] = joined(found, median)
             spreads[name] = joined(found, lambda values: np.percentile(values, [10, 90]).tolist())
             _show(name, results[name])
     write_json(options, "cluster", results, rounds=1 if options.quick else WINDOWS, where=where,

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.harness import arguments, goal, joined, p10_p90, write_json
+from benchmarks.support.harness import arguments, goal, joined, median, p10_p90, write_json
 from benchmarks.support.machine import ROOT
 from benchmarks.transport.long_link import Line, LongLink
 
@@ -204,7 +204,7 @@ def _measure(
     rows = [_window(found[i * RECORDS :][: RECORDS + 1]) for i in range(windows)]
     return {
         "line": asdict(line), **asdict(ahead), "step_ms": 1e3 * STEP_S,
-        **joined(rows, lambda values: float(np.median(values))), "spreads": joined(rows, p10_p90),
+        **joined(rows, median), "spreads": joined(rows, p10_p90),
         **{f"{name}_bytes": passed[name] for name in ("up", "down")},
         **{f"{name}_bytes_on_the_line": passed[f"{name}_on_the_line"] for name in ("up", "down")},
         "down_mbit": passed["down_on_the_line"] * 8e-6 / elapsed_s,

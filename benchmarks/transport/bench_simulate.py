@@ -36,7 +36,7 @@ from benchmarks.paper.bench_paper import recorded_bodies
 from benchmarks.paper.experience import setting_of
 from benchmarks.paper.points import LOAD_LIMIT, Child, cycles_of, serve, wait_until
 from benchmarks.paper.roles import OVER, READY, actor, learner
-from benchmarks.support.harness import arguments, goal, joined, p10_p90, write_json
+from benchmarks.support.harness import arguments, goal, joined, median, p10_p90, write_json
 from benchmarks.transport.bench_edge import wait_until_it_listens
 from benchmarks.transport.long_link import Line, LongLink
 from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, Setting, warm
@@ -134,7 +134,7 @@ def measured(
         found = {r: c.result(_START_S) for r, c in running.items() if not r.startswith("server")}
     rows = [_rates(cycles_of(found, window), load, sum(setting.rows))
             for window, load in enumerate(loads, 1)]  # fmt: skip
-    medians = joined(rows, lambda values: float(np.median(values)))
+    medians = joined(rows, median)
     return {**medians, "spreads": joined(rows, p10_p90)}
 
 
