@@ -87,7 +87,7 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest --durations=10 --timeout 600 -m 'slow or scenario or bench' $(ARGS)
 
 scenarios: $(STAMP)
-	@$(BIN)/python -m pytest --durations=20 -m scenario $(ARGS)
+	@$(BIN)/python -m pytest --durations=20 -n 2 --dist loadgroup -m scenario $(ARGS)
 
 smoke: $(STAMP)
 	@$(BIN)/python -m pytest --durations=20 -m bench tests/benchmarks $(ARGS)

@@ -18,6 +18,7 @@ from tests.support.parts import VARIABLES, settled
 
 pytest.importorskip("ray", reason='pip install "zapex[ray]"')
 pytest.importorskip("nacl", reason='pip install "zapex[ray]"')
+pytestmark = pytest.mark.xdist_group("scheduler")  # one cluster at a time on this machine
 
 TABLE = """
 [ray]

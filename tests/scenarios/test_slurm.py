@@ -10,6 +10,8 @@ from tests.support import slurm
 from tests.support.launches import SETTINGS, Launch
 from tests.support.parts import settled
 
+pytestmark = pytest.mark.xdist_group("scheduler")  # one cluster at a time on this machine
+
 TABLE = """
 [slurm]
 minutes = 30

@@ -14,6 +14,7 @@ from tests.stress.placed_account import At, account, unaccounted
 from tests.stress.placed_kills import wrong
 from tests.support import slurm
 
+pytestmark = pytest.mark.xdist_group("scheduler")  # one cluster at a time on this machine
 _A, _B = (3, 7), (4, 7)
 
 
