@@ -32,7 +32,7 @@ from zapex.errors import ConfigError
 CLAIMS = ROOT / "claims.toml"
 RESULTS = ROOT / "benchmarks/results"
 WIDER = 0.1  # what may lie beside the published p10..p90, as a share of either
-_LOOK_S = 2.0
+_LOOK_S, _PAUSE_S = 2.0, 10.0
 _BETTER = ("less", "more", "same")
 
 
@@ -311,3 +311,20 @@ def why_not(needs: tuple[str, ...], memory_gib: float) -> str:
 def read(path: Path) -> Any:
     """A result; an empty dict where there is none."""
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def wait_until_possible(measurement: Measurement, until_s: float) -> str:
+    """Why this machine cannot measure it, after waiting for what may change; empty if it can.
+
+    until_s: by time.monotonic().
+    """
+    told, stays = "", tuple(need for need in measurement.needs if need != "quiet")
+    while why := why_not(measurement.needs, measurement.memory_gib):
+        for_good = why_not(stays, measurement.memory_gib)
+        if for_good or time.monotonic() > until_s:
+            return for_good or why
+        if not told:
+            print(f"  waiting: {why}", flush=True)
+            told = why
+        time.sleep(_PAUSE_S)
+    return ""

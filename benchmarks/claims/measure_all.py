@@ -27,7 +27,6 @@ from zapex.errors import ConfigError
 
 WORK = ROOT / "build/bench-all"
 _TRIES = 3
-_LOOK_S = 20.0
 
 
 def lacks(measurement: Measurement, results: Path = book.RESULTS) -> str:
@@ -42,25 +41,11 @@ def _path(measurement: Measurement, work: Path) -> Path:
     return work / f"{measurement.name}.json"
 
 
-def _wait_until_possible(measurement: Measurement, until_s: float) -> str:
-    """Why it cannot be measured, after waiting for what may change; empty if it can."""
-    told, stays = "", tuple(need for need in measurement.needs if need != "quiet")
-    while why := book.why_not(measurement.needs, measurement.memory_gib):
-        for_good = book.why_not(stays, measurement.memory_gib)
-        if for_good or time.monotonic() > until_s:
-            return for_good or why
-        if not told:
-            print(f"  waiting: {why}", flush=True)
-            told = why
-        time.sleep(_LOOK_S)
-    return ""
-
-
 def measure(measurement: Measurement, work: Path, until_s: float) -> str:
     """One result, in up to three tries; what came of it, in a line."""
     out = _path(measurement, work)
     for number in range(_TRIES):
-        if why := _wait_until_possible(measurement, until_s):
+        if why := book.wait_until_possible(measurement, until_s):
             return f"not possible here: {why}"
         began = time.monotonic()
         if failed := running.run(measurement, out):

@@ -229,16 +229,38 @@ def test_a_result_that_is_a_list_of_points_has_the_figures_and_doubts_of_each(
     assert book.doubts_of(rows, one.measurement) == ["dirty"]
 
 
+@pytest.fixture
+def needs_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A claims file whose measurement needs a quiet machine."""
+    monkeypatch.setattr(book, "_PAUSE_S", 0.0)
+    path = write_claims(
+        tmp_path, [{"id": "id-one", "at": "results.slow.p50", "published": [9, 10, 11]}]
+    )
+    path.write_text(path.read_text().replace("minutes = 1", 'minutes = 1\nneeds = ["quiet"]'))
+    return path
+
+
 def test_a_machine_that_becomes_quiet_between_two_looks_is_not_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    needs_quiet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = iter(["busy"])
+    found = iter(["busy"] * 3)
     monkeypatch.setitem(book.NEEDS, "quiet", lambda: next(found, ""))
-    monkeypatch.setattr(measure_all, "_LOOK_S", 0.0)
-    claim: dict[str, object] = {"id": "id-one", "at": "results.slow.p50", "published": [9, 10, 11]}
-    one = book.load(write_claims(tmp_path, [claim]))[0][0].measurement
-    needs = dataclasses.replace(one, needs=("quiet",))
-    assert measure_all.measure(needs, tmp_path, time.monotonic() + 60).startswith("doubtful")
+    assert reproduce.main(["--claims", str(needs_quiet), "--work", str(tmp_path / "work")]) == 0
+    assert (tmp_path / "work/one.json").exists()
+    found = iter(["busy"] * 3)
+    one = book.load(needs_quiet)[0][0].measurement
+    assert measure_all.measure(one, tmp_path, time.monotonic() + 60).startswith("doubtful")
+
+
+def test_a_machine_that_stays_busy_is_given_up_when_time_is_over_and_one_without_a_gpu_at_once(
+    needs_quiet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(book.NEEDS, "quiet", lambda: "busy")
+    monkeypatch.setitem(book.NEEDS, "gpu", lambda: "no NVIDIA GPU")
+    one = book.load(needs_quiet)[0][0].measurement
+    assert book.wait_until_possible(one, time.monotonic()) == "busy"
+    both = dataclasses.replace(one, needs=("quiet", "gpu"))
+    assert book.wait_until_possible(both, time.monotonic() + 60) == "no NVIDIA GPU"
 
 
 def test_a_busy_machine_is_no_doubt_about_what_only_counts() -> None:
