@@ -14,7 +14,7 @@ alone (docs/library.md):
     client = zapex.connect(replay.handle)               # the same calls, in another process
 
 For readers of the code: where things live. Imports run down this map and never up
-(tests/test_layers.py); each package's docstring says what it holds and what it imports.
+(tests/test_layers.py); each package's docstring says what it holds.
 
     13  __main__
     12  cli

@@ -1,4 +1,1 @@
-"""The network, its loss and its exploration: everything that needs torch, and little else.
-
-Imports: errors, machine.
-"""
+"""The network, its loss and its exploration: everything that needs torch, and little else."""

@@ -1,4 +1,1 @@
-"""What a run resumes from: files, the learner's state, the saved policy.
-
-Imports: agent, config, envs, errors, machine.
-"""
+"""What a run resumes from: files, the learner's state, the saved policy."""

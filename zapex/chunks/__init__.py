@@ -1,4 +1,1 @@
-"""The bytes of a transition: a slot, a message and a file have the same layout.
-
-Imports: errors, machine.
-"""
+"""The bytes of a transition: a slot, a message and a file have the same layout."""

@@ -1,4 +1,1 @@
-"""Runs that a scheduler places: the table of hosts, and SLURM, Kubernetes and Ray.
-
-Imports: config, envs, errors, host, machine, net, processes.
-"""
+"""Runs that a scheduler places: the table of hosts, and SLURM, Kubernetes and Ray."""

@@ -1,4 +1,1 @@
-"""Settings: their fields, ranges and defaults, and the presets for a machine.
-
-Imports: chunks, errors, machine.
-"""
+"""Settings: their fields, ranges and defaults, and the presets for a machine."""

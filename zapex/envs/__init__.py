@@ -1,4 +1,1 @@
-"""Environments: what is played, how it is stepped, and the results of games.
-
-Imports: agent, chunks, errors, machine.
-"""
+"""Environments: what is played, how it is stepped, and the results of games."""

@@ -1,4 +1,1 @@
-"""What the processes of one host share: its memory plan, counters and actor numbers.
-
-Imports: chunks, errors, machine, replay, shm_ring.
-"""
+"""What the processes of one host share: its memory plan, counters and actor numbers."""

@@ -1,5 +1,1 @@
-"""The replay for a user's own training loop: in this process, by a handle, or by a URL.
-
-Imports: chunks, errors, fstack, host, machine, net, processes, replay, roles, shm_ring,
-sumtree_numba, wire, zmq_transport.
-"""
+"""The replay for a user's own training loop: in this process, by a handle, or by a URL."""

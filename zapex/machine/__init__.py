@@ -1,4 +1,1 @@
-"""The lowest layer: the compiler, atomics, memory, layouts, waiting.
-
-Imports: errors.
-"""
+"""The lowest layer: the compiler, atomics, memory, layouts, waiting."""

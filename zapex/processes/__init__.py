@@ -1,4 +1,1 @@
-"""Child processes: how they start, are watched, and end with their parent.
-
-Imports: nothing of zapex.
-"""
+"""Child processes: how they start, are watched, and end with their parent."""

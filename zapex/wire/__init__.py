@@ -1,4 +1,1 @@
-"""Messages as bytes: every field of every message, and no socket.
-
-Imports: chunks, errors, machine, replay.
-"""
+"""Messages as bytes: every field of every message, and no socket."""

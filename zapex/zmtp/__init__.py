@@ -1,4 +1,1 @@
-"""ZeroMQ's protocol without libzmq: connections as state machines, and many of them over sockets.
-
-Imports: errors.
-"""
+"""ZeroMQ's protocol without libzmq: connections as state machines, and many of them over sockets."""
