@@ -3,12 +3,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel release site bench bench-all learning reproduce numbers plots paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel release site bench learning results paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
 NAME  ?= sumtree
-CLAIM ?=
 QUICK ?=
 SERVE ?=
 # cpu: the build without CUDA. cuda: with it, several GB. existing: the one that your Python has.
@@ -54,10 +53,8 @@ help:
 	  '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
-	  '  make reproduce  what the documentation claims, measured again: CLAIM=tree-cold, QUICK=1 in ten minutes' \
-	  '  make bench-all  every result that lacks evidence, measured one after the other: ARGS=--list' \
 	  '  make learning   the next missing run of many seeds and games, 30 minutes: ARGS=--list' \
-	  '  make numbers  the figures of results, claims.toml and texts made the same   make plots   their pictures' \
+	  '  make results  write the tables of docs/results.md and the pictures from benchmarks/results' \
 	  '  make paper    the systems of arXiv 2110.13506 and their figures, in runs/paper: ARGS=--quick in five minutes' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
@@ -135,20 +132,11 @@ site: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/zapex bench $(NAME) $(ARGS)
 
-bench-all: $(STAMP)
-	@$(BIN)/python -m benchmarks.claims.measure_all $(ARGS)
-
-reproduce: $(STAMP)
-	@$(BIN)/python -m benchmarks.claims.reproduce $(addprefix --claim ,$(CLAIM)) $(if $(QUICK),--quick)
-
 learning: $(STAMP)
 	@$(BIN)/python -m benchmarks.learning.learning $(ARGS)
 
-numbers: $(STAMP)
-	@$(BIN)/python -m benchmarks.claims.numbers $(ARGS)
-
-plots: $(STAMP)
-	@$(BIN)/python -m benchmarks.claims.plots $(ARGS)
+results: $(STAMP)
+	@$(BIN)/python -m benchmarks.report
 
 paper: $(STAMP)
 	@$(BIN)/zapex bench paper --json runs/paper/paper.json --figures runs/paper $(ARGS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
 LEAST_ROUNDS = 5
 FOREIGN_LIMIT, STEAL_LIMIT = 0.05, 0.01  # shares of all cores' time on a quiet machine
 CROWDED = "other processes took", "the hypervisor took"  # how doubts about these begin

@@ -1,8 +1,6 @@
-"""Curves of the stored results, drawn in the reader's browser, and the command of each file."""
+"""Curves of the stored results, drawn in the reader's browser."""
 
 import json
-import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-_CURVES, _FILES = "<!-- curves -->", "<!-- files -->"
+_CURVES = "<!-- curves -->"
 Line = tuple[str, list[float], list[float], list[float | None], str]
 """Name, minutes, frames, returns, plotly's mode."""
 
@@ -23,17 +21,16 @@ def script() -> str:
 
 
 def filled(markdown: str) -> str:
-    """A page with its curves and its table of files."""
+    """A page with its curves."""
     if _CURVES in markdown:
         parts = []
         for file, report in _reports():
             if curves := _curves(file, report):
                 parts += [_part(title, lines) for title, lines in curves.items()]
-                raw = f"[The raw numbers](files/benchmarks/results/{file}.json)"
-                parts.append(f"{raw}, made by {_commands(file)}.")
+                parts.append(f"[The raw numbers](files/benchmarks/results/{file}.json)")
         head = '<script src="site/plotly.js"></script>\n\n'
         markdown = markdown.replace(_CURVES, head + "\n\n".join(parts))
-    return markdown.replace(_FILES, _table()) if _FILES in markdown else markdown
+    return markdown
 
 
 def _reports() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -84,26 +81,3 @@ def _part(title: str, lines: list[Line]) -> str:
         config={"displaylogo": False, "responsive": True},
     )  # fmt: skip
     return f"### {title}\n\n{drawn}"
-
-
-def _commands(name: str) -> str:
-    """The commands of claims.toml that write a file."""
-    known = tomllib.loads((ROOT / "claims.toml").read_text())["measurement"]
-    made = [
-        f"`make reproduce CLAIM={claim}`" if "\n" in entry["command"] else
-        f"`{re.sub(r' *--json [{]json[}]', '', entry['command']).strip()}`"
-        for claim, entry in known.items() if entry.get("file", f"{claim}.json") == f"{name}.json"
-    ]  # fmt: skip
-    return ", ".join(made) or "hand ([how](benchmarks.md))"
-
-
-def _table() -> str:
-    rows = ["| file | made by | when, and at which commit |", "|---|---|---|"]
-    for name, report in _reports():
-        machine = report.get("machine", {})
-        when = str(machine.get("time", ""))[:10]
-        rows.append(
-            f"| [{name}](files/benchmarks/results/{name}.json) | {_commands(name)} "
-            f"| {when} {machine.get('commit') or ''} |"
-        )
-    return "\n".join(rows)

@@ -62,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _copied() -> Iterator[Path]:
     yield from sorted((ROOT / "benchmarks/results").iterdir())
     yield from (path for path in sorted((ROOT / "examples").glob("*.*")) if path.suffix != ".py")
-    yield from (ROOT / name for name in ("LICENSE", "CITATION.cff", "claims.toml"))
+    yield from (ROOT / name for name in ("LICENSE", "CITATION.cff"))
 
 
 def _decisions() -> str:

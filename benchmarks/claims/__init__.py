@@ -1,1 +1,0 @@
-"""Every number that the documentation states: measured, compared, written (claims.toml)."""
