@@ -1,4 +1,4 @@
-"""`make results`: the tables of docs/results.md and the pictures, from the JSON in benchmarks/results.
+"""`make results`: the tables of docs/results.md and the pictures, from benchmarks/results.
 
 python -m benchmarks.report
 """

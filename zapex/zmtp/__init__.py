@@ -1,1 +1,1 @@
-"""ZeroMQ's protocol without libzmq: connections as state machines, and many of them over sockets."""
+"""ZeroMQ's protocol without libzmq: connections as state machines, and many over sockets."""
