@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.naive import NaiveRing
 from zapex.errors import ConfigError, SharedMemoryError
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import align
+from zapex.machine.memory import align
 from zapex.shm_ring import (
     FULL,
     RingConsumer,

@@ -31,13 +31,13 @@ from zapex.machine.atomics import (
     Words,
     copy_bytes,
     load_acquire,
+    load_kernel,
     load_relaxed,
     store_relaxed,
     store_release,
 )
 from zapex.machine.jit import kernel
-from zapex.machine.mailbox import load_kernel
-from zapex.machine.offsets import Section, lay_out
+from zapex.machine.memory import Section, lay_out
 from zapex.machine.segment import view_bytes
 
 FULL = -1

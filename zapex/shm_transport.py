@@ -31,8 +31,9 @@ from zapex.chunks.store import ChunkStore
 from zapex.errors import PeerError
 from zapex.host.metrics import Role, RoleMetrics
 from zapex.host.plan import GRANT, STRIDE_WORDS, HostPlan
+from zapex.machine.atomics import find_changed_kernel, load_kernel, store_kernel
 from zapex.machine.exchange import Exchange
-from zapex.machine.mailbox import Mailbox, find_changed_kernel, load_kernel, store_kernel
+from zapex.machine.mailbox import Mailbox
 from zapex.machine.segment import map_ahead
 from zapex.machine.waiting import Waker
 from zapex.replay.draw import Draw

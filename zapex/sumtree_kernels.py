@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import lay_out
+from zapex.machine.memory import lay_out
 from zapex.machine.simd import LANES, FloatArray, Position, line_sum, rank_in_line
 
 IntArray = npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ import numpy as np
 from zapex.host.metrics import RoleMetrics
 from zapex.machine.exchange import Exchange, ExchangeShape
 from zapex.machine.segment import Segment
-from zapex.machine.waiting import Waiter, Waker, wait_until
+from zapex.machine.waiting import Waiter, Waker, rest_until
 from zapex.roles.inference import Inference
 from zapex.roles.values import Pull
 
@@ -88,7 +88,11 @@ def measure(
         find = exchange.answerer([]).find  # it only looks
         while any(thread.is_alive() for thread in threads):
             if wait_us and len(find()):  # the rule that the role does not have
-                wait_until(lambda: len(find()) == actors, wait_us / 1e6)
+                rest_until(
+                    lambda: len(find()) == actors,
+                    wait_us / 1e6,
+                    lambda left_s: time.sleep(min(100e-6, left_s)),
+                )
             if not role.do_work():
                 waiter.wait(role.ready, 0.01)
         for fd in fds:

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.support.harness import clock_ns, percentiles
 from benchmarks.transport.roofs import connected
 from zapex.fstack.loop import Setup
-from zapex.machine.heap import keep_memory
+from zapex.machine.memory import keep_memory
 from zapex.net.sockets import SEND_BUFFER_BYTES
 
 ECHO, PUSH, CPU, CHECK = b"e", b"p", b"c", b"x"  # a request; PUSH: into a slot

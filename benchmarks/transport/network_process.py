@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.transport.server import Server, Setting, serve, waiter
 from zapex.chunks.batch import aligned_zeros
 from zapex.host.roster import Roster
-from zapex.machine.offsets import align
+from zapex.machine.memory import align
 from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.net.keys import Security

@@ -67,7 +67,7 @@ EVICT = Kernel(
     "zapex.chunks.ledger", "_evict_kernel", (WORDS, int64),
     ["store release", "fence release", "store release"], ["stlr", "dmb ish", "stlr"],
 )  # fmt: skip
-ACCEPT = Kernel("zapex.machine.mailbox", "load_kernel", (WORDS, int64), ["load acquire"], ["ldar"])
+ACCEPT = Kernel("zapex.machine.atomics", "load_kernel", (WORDS, int64), ["load acquire"], ["ldar"])
 STATE = Kernel(
     "zapex.chunks.store", "set_state_kernel", (WORDS, int64, int64), ["store release"], ["stlr"]
 )

@@ -9,7 +9,7 @@ import pytest
 
 from tests.machine.test_resources import topology
 from zapex.errors import SharedMemoryError
-from zapex.machine import numa
+from zapex.machine import resources, segment
 
 
 def machine(root: Path, nodes: int, gpu_node: str = "1") -> Path:
@@ -41,14 +41,14 @@ def test_pages_come_from_all_nodes_in_turn_where_that_is_asked_for(
     tmp_path: Path, nodes: int, wanted: bool, policies: list[tuple[int, list[int]]]
 ) -> None:
     kernel = Kernel()
-    with numa.interleaved(wanted, machine(tmp_path, nodes), kernel):
+    with segment.interleaved(wanted, machine(tmp_path, nodes), kernel):
         assert kernel.set == policies[:1]
     assert kernel.set == policies
 
 
 def test_the_policy_is_put_back_after_an_error(tmp_path: Path) -> None:
     kernel = Kernel()
-    with pytest.raises(KeyError), numa.interleaved(True, machine(tmp_path, 2), kernel):
+    with pytest.raises(KeyError), segment.interleaved(True, machine(tmp_path, 2), kernel):
         raise KeyError
     assert kernel.set[-1] == (0, [])
 
@@ -58,7 +58,7 @@ def test_a_kernel_that_refuses_is_told_with_the_mend(tmp_path: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     told = pytest.raises(SharedMemoryError, match=r"leave --numa out.*SYS_NICE")
-    with told, numa.interleaved(True, machine(tmp_path, 2), refuse):
+    with told, segment.interleaved(True, machine(tmp_path, 2), refuse):
         pass
 
 
@@ -69,23 +69,23 @@ def test_a_kernel_that_refuses_is_told_with_the_mend(tmp_path: Path) -> None:
 def test_the_processors_near_the_gpu_are_those_of_its_node(
     tmp_path: Path, nodes: int, gpu_node: str, cpus: set[int]
 ) -> None:
-    assert numa.near_gpu(machine(tmp_path, nodes, gpu_node)) == cpus
+    assert resources.near_gpu(machine(tmp_path, nodes, gpu_node)) == cpus
 
 
 def test_a_machine_without_a_gpu_has_nothing_near_it(tmp_path: Path) -> None:
-    assert numa.near_gpu(tmp_path) == set()
+    assert resources.near_gpu(tmp_path) == set()
 
 
 def test_this_kernel_takes_the_policy_and_gives_it_back() -> None:
     """Its own node is allowed wherever the call is; a sandbox may forbid the call."""
     try:
-        numa.set_policy(3, [0])
+        segment.set_policy(3, [0])
     except OSError as error:
         pytest.skip(f"set_mempolicy: {error}")
     try:
         assert _policy() == 3
     finally:
-        numa.set_policy(0, ())
+        segment.set_policy(0, ())
     assert _policy() == 0
 
 

@@ -22,7 +22,7 @@ from zapex.agent.flat import Network
 from zapex.agent.losses import named_loss, rows_and_slopes
 from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
 from zapex.errors import CheckpointError, Diverged
-from zapex.machine import heap
+from zapex.machine.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 
 _TEMPERATURE, _MUNCHAUSEN = 0.03, 0.9  # tau and alpha of Vieillard et al. 2020
 _MMAPS = 1 << 16  # glibc's own default
@@ -297,8 +297,8 @@ def _prepare_this_thread() -> None:
     torch.set_flush_denormal(True)
     # Each batch allocates and frees activations of tens of MB. By default glibc returns them to
     # the system every time, and getting them again takes a sixth of the time.
-    heap.set_option(heap.M_MMAP_MAX, 0)
-    heap.set_option(heap.M_TRIM_THRESHOLD, 2**31 - 1)
+    set_malloc_option(M_MMAP_MAX, 0)
+    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     _heap.keeps = True
 
 
@@ -312,12 +312,12 @@ def memory_given_back() -> Iterator[None]:
     """
     kept = _heap.keeps
     if kept:
-        heap.set_option(heap.M_MMAP_MAX, _MMAPS)
+        set_malloc_option(M_MMAP_MAX, _MMAPS)
     try:
         yield
     finally:
         if kept:
-            heap.set_option(heap.M_MMAP_MAX, 0)
+            set_malloc_option(M_MMAP_MAX, 0)
 
 
 def _column(batch: Any, name: str) -> Any:

@@ -38,7 +38,7 @@ from zapex.chunks.step_kernels import (
 )
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, SchemaError
-from zapex.machine.offsets import places
+from zapex.machine.memory import places
 
 __all__ = ["CUT", "END", "NOTHING", "ChunkBuilder", "flat_observations"]
 

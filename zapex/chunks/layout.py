@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
 from zapex.errors import SchemaError
-from zapex.machine.offsets import Section, lay_out, words
+from zapex.machine.memory import Section, lay_out, words
 
 NO_FRAME = 0xFFFF
 MAX_CHUNK = 256  # a key has 8 bits for the offset in a chunk

@@ -24,10 +24,9 @@ from zapex.chunks.rows import (
 )
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError
-from zapex.machine.atomics import compare_bytes
+from zapex.machine.atomics import compare_bytes, record_at
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import places
-from zapex.machine.records import record_at
+from zapex.machine.memory import places
 
 _FULL = -1
 _UNKNOWN = 0xFFFE  # no guess; a chunk has fewer frames

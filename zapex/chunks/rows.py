@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.chunks.store import ChunkStore, chunk_words
-from zapex.machine.atomics import compare_bytes, copy_bytes
+from zapex.machine.atomics import compare_bytes, copy_bytes, record_at
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import RecordType, count, words
-from zapex.machine.records import record_at
+from zapex.machine.memory import RecordType, count, words
 
 _WRITER_WORDS = "num_frame_columns frame_columns num_step_columns step_columns "
 FRAME_COLUMN = words("section nbytes depth")  # depth: frames in an observation

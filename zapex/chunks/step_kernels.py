@@ -4,7 +4,7 @@ Each stream has up to n pending steps: their n-step returns are not known yet. A
 s_tm1 to s_t, with a_tm1 and r_t. A kernel takes the step, emits each transition that the step
 completes, and shifts the other pending steps down.
 
-`state` is the one array of ChunkBuilder's state (`pack` in machine/offsets.py). Each kernel loops
+`state` is the one array of ChunkBuilder's state (`pack` in machine/memory.py). Each kernel loops
 over the streams. It stops before a stream that needs a slot if there is no spare slot.
 """
 
@@ -30,10 +30,9 @@ from zapex.chunks.rows import (
     put_step,
     writer_words,
 )
-from zapex.machine.atomics import compare_bytes, copy_bytes, prefetch, store_release
+from zapex.machine.atomics import compare_bytes, copy_bytes, prefetch, record_at, store_release
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import count, words
-from zapex.machine.records import record_at
+from zapex.machine.memory import count, words
 
 NO_SLOT = -1
 NOT_GIVEN = np.float32(-1.0)  # in the priority column: the actor gave no priority

@@ -49,14 +49,14 @@ from zapex.machine.atomics import (
     copy_bytes,
     fence_acquire,
     fence_full,
+    load_kernel,
     prefetch,
+    record_at,
     store_release,
     stream_bytes,
 )
 from zapex.machine.jit import kernel
-from zapex.machine.mailbox import load_kernel
-from zapex.machine.offsets import RecordType, Section, count, lay_out, pack, words
-from zapex.machine.records import record_at
+from zapex.machine.memory import RecordType, Section, count, lay_out, pack, words
 
 GatherArguments = tuple[NDArray[np.uint8], NDArray[np.int64]]
 """A store's memory, and a plan: the copies that a gather makes."""

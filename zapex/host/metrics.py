@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from zapex.errors import SharedMemoryError
-from zapex.machine.offsets import align
+from zapex.machine.memory import align
 
 Role = Literal["actor", "replay", "learner", "evaluator", "relay", "inference"]
 ELSEWHERE: Final = -1

@@ -15,7 +15,7 @@ from zapex.host.routes import Routes
 from zapex.host.saves import SaveWords
 from zapex.machine.exchange import ExchangeShape
 from zapex.machine.mailbox import Mailbox
-from zapex.machine.offsets import Section, lay_out
+from zapex.machine.memory import Section, lay_out
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import Draw
 from zapex.shm_ring import ShmRing

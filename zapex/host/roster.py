@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zapex.chunks.layout import ACTOR, COMMITTED, HOST, INCARNATION, LIVE, SEQUENCE, STATE
 from zapex.errors import SharedMemoryError
-from zapex.machine.offsets import Section, lay_out
+from zapex.machine.memory import Section, lay_out
 
 _MAGIC = 0x7A61706578_0301  # "zapex", roster, layout 1
 _HEADER_WORDS = 8

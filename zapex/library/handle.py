@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError
-from zapex.machine.offsets import lay_out
+from zapex.machine.memory import lay_out
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import Draw
 from zapex.shm_ring import ShmRing

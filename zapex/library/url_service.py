@@ -20,7 +20,7 @@ from zapex.errors import ConfigError
 from zapex.fstack.loop import Setup
 from zapex.host.roster import Roster
 from zapex.library.connect import schema_text
-from zapex.machine.offsets import align
+from zapex.machine.memory import align
 from zapex.machine.segment import Populator, Segment
 from zapex.net.keys import Security
 from zapex.net.listener import check_free

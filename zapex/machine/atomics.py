@@ -1,4 +1,4 @@
-"""Atomics on int64 words; copy, compare and prefetch bytes: LLVM IR that Numba does not emit.
+"""Atomics on int64 words, records in them, and bytes: LLVM IR that Numba does not emit.
 
 Kernels can call these functions. `words` is an aligned one-dimensional C-contiguous int64 array,
 usually over shared memory; an index is not checked. A relaxed access is atomic but orders nothing.
@@ -20,11 +20,13 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from zapex.machine.jit import kernel
+from zapex.machine.memory import WORD_BYTES, RecordType, count
+
 F = TypeVar("F", bound=Callable[..., Any])
 Words = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_WORD_BYTES = 8
 _LINE_BYTES = 64
 
 
@@ -87,25 +89,25 @@ def _lowered(emit: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
-@_lowered(lambda builder, word: builder.load_atomic(word, "acquire", _WORD_BYTES))
+@_lowered(lambda builder, word: builder.load_atomic(word, "acquire", WORD_BYTES))
 def load_acquire(words: Words, i: int) -> int:
     """words[i]; later accesses happen after it. Pairs with `store_release` of that word."""
     return int(words[i])
 
 
-@_lowered(lambda builder, word, value: builder.store_atomic(value, word, "release", _WORD_BYTES))
+@_lowered(lambda builder, word, value: builder.store_atomic(value, word, "release", WORD_BYTES))
 def store_release(words: Words, i: int, value: int) -> None:
     """words[i] = value; a process that acquires this value sees all earlier stores."""
     words[i] = value
 
 
-@_lowered(lambda builder, word: builder.load_atomic(word, "monotonic", _WORD_BYTES))
+@_lowered(lambda builder, word: builder.load_atomic(word, "monotonic", WORD_BYTES))
 def load_relaxed(words: Words, i: int) -> int:
     """words[i], atomic, not ordered with other accesses."""
     return int(words[i])
 
 
-@_lowered(lambda builder, word, value: builder.store_atomic(value, word, "monotonic", _WORD_BYTES))
+@_lowered(lambda builder, word, value: builder.store_atomic(value, word, "monotonic", WORD_BYTES))
 def store_relaxed(words: Words, i: int, value: int) -> None:
     """words[i] = value, atomic, not ordered with other accesses."""
     words[i] = value
@@ -205,3 +207,54 @@ def _emit_prefetch(builder: Any, address: Any) -> None:
 @_lowered(_emit_prefetch)
 def prefetch(data: Bytes, i: int) -> None:
     """Prefetch data[i]. Only a hint: any i is allowed."""
+
+
+# Records in an int64 array.
+#
+# Numba needs as long to pass ten arrays as a kernel needs for one step of a stream. A NamedTuple of
+# them takes longer, and so does each array that a kernel makes of another one. So the state of a
+# kernel between calls is one array (`pack` in memory.py), and a record in it is only an address.
+
+
+def record_at(state: Words, i: int, record: RecordType) -> Any:
+    """The record whose words begin at state[i], to read and to write; not checked."""
+    return state[i : i + count(record)].view(record)[0]
+
+
+def _define_record_at(_typing_context: Any, state: Any, i: Any, record: Any) -> Any:
+    def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, values[0])
+        word = cgutils.get_item_pointer(context, builder, signature.args[0], array, [values[1]])
+        return builder.bitcast(word, context.get_value_type(signature.return_type))
+
+    return record.dtype(state, types.int64, record), lower
+
+
+if not numba.config.DISABLE_JIT:
+    record_at = cast(Any, intrinsic(_define_record_at))
+
+
+# Words, for callers that are not kernels.
+
+
+@kernel
+def load_kernel(words: Any, i: int) -> int:
+    """One word, with acquire semantics; for callers that are no kernels."""
+    return load_acquire(words, i)
+
+
+@kernel
+def store_kernel(words: Any, i: int, value: int) -> None:
+    """Set one word, with release semantics."""
+    store_release(words, i, value)
+
+
+@kernel
+def find_changed_kernel(words: Any, places: Any, known: Any, found: Any) -> int:
+    """Which of the words at `places` differ from `known`: their indices into `found`, how many."""
+    count = 0
+    for i in range(places.size):
+        if load_acquire(words, places[i]) != known[i]:
+            found[count] = i
+            count += 1
+    return count

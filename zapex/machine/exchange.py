@@ -31,13 +31,14 @@ from zapex.errors import ConfigError, SharedMemoryError
 from zapex.machine.atomics import (
     Words,
     load_acquire,
+    load_kernel,
     load_relaxed,
+    store_kernel,
     store_relaxed,
     store_release,
 )
 from zapex.machine.jit import kernel
-from zapex.machine.mailbox import load_kernel, store_kernel
-from zapex.machine.offsets import Section, lay_out
+from zapex.machine.memory import Section, lay_out
 from zapex.machine.segment import view_bytes
 
 Wake = Callable[[], object]

@@ -33,12 +33,13 @@ from zapex.machine.atomics import (
     fence_acquire,
     fence_release,
     load_acquire,
+    load_kernel,
     load_relaxed,
     store_relaxed,
     store_release,
 )
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import Section, align, lay_out
+from zapex.machine.memory import Section, align, lay_out
 from zapex.machine.segment import view_bytes
 
 _MAGIC = 0x7A61706578_0201  # "zapex", mailbox, layout 1
@@ -61,29 +62,6 @@ def _create_kernel(words: Any, value_bytes: int) -> None:
         store_relaxed(words, _STAMP_WORD + cell * _HOT_WORDS, 0)
     store_relaxed(words, _VALUE_BYTES_WORD, value_bytes)
     store_release(words, _MAGIC_WORD, _MAGIC)  # last: the header is complete
-
-
-@kernel
-def load_kernel(words: Any, i: int) -> int:
-    """One word, with acquire semantics; for callers that are no kernels."""
-    return load_acquire(words, i)
-
-
-@kernel
-def store_kernel(words: Any, i: int, value: int) -> None:
-    """Set one word, with release semantics."""
-    store_release(words, i, value)
-
-
-@kernel
-def find_changed_kernel(words: Any, places: Any, known: Any, found: Any) -> int:
-    """Which of the words at `places` differ from `known`: their indices into `found`, how many."""
-    count = 0
-    for i in range(places.size):
-        if load_acquire(words, places[i]) != known[i]:
-            found[count] = i
-            count += 1
-    return count
 
 
 @kernel

@@ -104,6 +104,19 @@ def numa_nodes(root: Path = _ROOT) -> dict[int, set[int]]:
     }
 
 
+def near_gpu(root: Path = Path("/")) -> set[int]:
+    """The hardware threads of the first GPU's node; empty if it is not known or the only one."""
+    nodes = numa_nodes(root)
+    for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        device = root / "sys/bus/pci/devices" / gpu.name.lower()
+        try:
+            node = int((device / "numa_node").read_text())
+        except (OSError, ValueError):
+            continue
+        return nodes.get(node, set()) if len(nodes) > 1 else set()
+    return set()
+
+
 def parse_cpus(text: str) -> set[int]:
     """A list of the kernel, as "0-3,8", as numbers."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)

@@ -13,19 +13,20 @@ import fcntl
 import json
 import mmap
 import os
+import platform
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from zapex.errors import PeerDied, SharedMemoryError
-from zapex.machine.numa import interleaved
-from zapex.machine.resources import Machine, memory_fact
+from zapex.machine.resources import Machine, memory_fact, numa_nodes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,6 +43,12 @@ _libc.mmap.argtypes = (
 )  # fmt: skip
 _libc.mmap.restype = ctypes.c_void_p
 _MAP_FIXED = 0x10  # on every architecture that Python runs on under Linux
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
+_DEFAULT, _INTERLEAVE = 0, 3  # linux/mempolicy.h
+_MASK_BITS = 1024  # the most nodes of a kernel
+
+Set = Callable[[int, Collection[int]], None]
+"""Sets this thread's policy: a mode, and the nodes that it is for. Raises OSError."""
 
 
 def view_bytes(buffer: Any, required_bytes: int, what: str) -> Bytes:
@@ -84,6 +91,45 @@ def private_bytes(size_bytes: int) -> Bytes:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
+
+
+def set_policy(mode: int, nodes: Collection[int]) -> None:
+    """The system call, which needs no libnuma. Raises OSError."""
+    if _SET_MEMPOLICY is None:
+        raise OSError(f"no set_mempolicy is known for {platform.machine()}")
+    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
+    for node in nodes:
+        mask[node // 64] |= 1 << node % 64
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    # The kernel reads one bit less than it is told.
+    if call(_SET_MEMPOLICY, mode, ctypes.byref(mask) if nodes else None, _MASK_BITS + 1) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@contextlib.contextmanager
+def interleaved(wanted: bool, root: Path = Path("/"), setter: Set = set_policy) -> Iterator[None]:
+    """Within this context the pages that this thread reserves come from all nodes in turn.
+
+    wanted: otherwise nothing changes, nor on a machine with one node. root: the directory of /sys.
+    Raises SharedMemoryError if the kernel refuses.
+    """
+    nodes = sorted(numa_nodes(root)) if wanted else []
+    if len(nodes) < 2:
+        yield
+        return
+    try:
+        setter(_INTERLEAVE, nodes)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno,
+            f"the memory cannot be interleaved over {len(nodes)} NUMA nodes ({error}): leave "
+            "--numa out; in a container: docker run --cap-add SYS_NICE",
+        ) from error
+    try:
+        yield
+    finally:
+        setter(_DEFAULT, ())
 
 
 def share_in_place(memory: Bytes, used: Iterable[tuple[int, int]]) -> "Segment":

@@ -11,7 +11,6 @@ MAX_SLEEP_S.
 """
 
 import contextlib
-import itertools
 import os
 import select
 import time
@@ -129,12 +128,3 @@ def rest_until(
             return False
         rest(left_s)
     return True
-
-
-def wait_until(ready: Callable[[], object], timeout_s: float) -> bool:
-    """Wait for an event that does not wake this process: check with pauses that grow to 1 ms.
-
-    Returns True as soon as `ready()` is true, False when it was not within `timeout_s`.
-    """
-    pauses_s = itertools.chain((20e-6 * 2**i for i in range(6)), itertools.repeat(1e-3))
-    return rest_until(ready, timeout_s, lambda left_s: time.sleep(min(next(pauses_s), left_s)))

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from zapex.errors import ConfigError, PeerError
-from zapex.machine.heap import keep_memory
+from zapex.machine.memory import keep_memory
 from zapex.net import addresses
 from zapex.net.connections import Connections
 from zapex.net.keys import SERVER, RoleKeys, Security

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from zmq.utils import z85
 
 from zapex.errors import ConfigError, PeerError
-from zapex.machine.heap import keep_memory
+from zapex.machine.memory import keep_memory
 from zapex.net import addresses
 from zapex.net.keys import RoleKeys, Security
 from zapex.net.listener import Place, Received, Tracker, no_place

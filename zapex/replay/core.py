@@ -15,7 +15,7 @@ from zapex.chunks.schema import Schema
 from zapex.chunks.sizes import chunk_length, slots_needed
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
-from zapex.machine.offsets import align
+from zapex.machine.memory import align
 from zapex.machine.segment import private_bytes
 from zapex.replay.draw import Draw
 from zapex.replay.sampling import (

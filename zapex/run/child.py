@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zapex.errors import Fenced, Refused, RunOver
-from zapex.machine import numa
+from zapex.machine.resources import near_gpu
 from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter, rest_until, spin_seconds
 from zapex.processes.child import Stop, end_by_sigterm, run_until_stopped
@@ -76,7 +76,7 @@ def main(text: str, incarnation: int) -> None:
         experience = Segment.attach(order.experience_fd, plan.replay.nbytes).buffer
     control = Segment.attach(order.control_fd, plan.nbytes).buffer
     host = HostMemory(plan, control, experience, order.eventfds)
-    near = numa.near_gpu() if run.config.run.numa == "gpu" and order.name == "learner" else ()
+    near = near_gpu() if run.config.run.numa == "gpu" and order.name == "learner" else ()
     if near := os.sched_getaffinity(0).intersection(near):
         os.sched_setaffinity(0, near)  # before torch starts threads; batches are touched here first
     totals = totals_of(host, order.base, order.started_ns)

@@ -11,8 +11,7 @@ import numpy as np
 
 from zapex.host.plan import NOTICE
 from zapex.host.saves import SaveWords
-from zapex.machine import numa
-from zapex.machine.segment import Populator, Segment
+from zapex.machine.segment import Populator, Segment, interleaved
 from zapex.processes.restarts import Died, Event, Exited, GaveUp, ProcessSpec, Started
 from zapex.processes.supervisor import Supervisor
 from zapex.run.child import Order
@@ -39,7 +38,7 @@ def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None
         populator = None
         if plan.experience_bytes:
             huge, spread = run.config.replay.huge_pages, run.config.run.numa == "interleave"
-            with numa.interleaved(spread and huge):  # other memory is reserved beside the start
+            with interleaved(spread and huge):  # other memory is reserved beside the start
                 experience = held.enter_context(
                     Segment.create(
                         "zapex-experience", plan.experience_bytes, huge_pages=huge, reserve=False

@@ -25,10 +25,9 @@ from zapex.chunks.store import (
     gather_words,
 )
 from zapex.errors import ConfigError
-from zapex.machine.atomics import copy_bytes
+from zapex.machine.atomics import copy_bytes, record_at
 from zapex.machine.jit import kernel
-from zapex.machine.offsets import align, lay_out
-from zapex.machine.records import record_at
+from zapex.machine.memory import align, lay_out
 from zapex.replay.draw import Draw
 from zapex.wire.experience import BatchMessage, batch_rows, batch_rows_bytes
 from zapex.wire.header import as_buffer

@@ -1,5 +1,9 @@
-"""Offsets in a block of memory: arrays one after another, each on a cache line."""
+"""Blocks of memory: arrays one after another, records of words, and what malloc keeps.
 
+This file imports no Numba.
+"""
+
+import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +13,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 WORD_BYTES = 8
+# Of malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
+_LARGEST_THRESHOLD = 32 << 20
 RecordType = np.dtype[Any]
 
 
@@ -84,3 +91,21 @@ def pack(
             own[f"num_{name}"] = len(part)
         views[name][...] = part
     return state, views
+
+
+def set_malloc_option(option: int, value: int) -> None:
+    """Set an option of glibc's malloc; elsewhere nothing happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(option, value)
+
+
+def keep_memory() -> None:
+    """From now on this process keeps the memory of large messages for later ones.
+
+    By default glibc returns a freed message's memory to the system. Then the next message has a
+    page fault for every page.
+    """
+    set_malloc_option(M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+    set_malloc_option(M_TRIM_THRESHOLD, 256 << 20)
+    set_malloc_option(M_ARENA_MAX, 1)
