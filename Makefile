@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress mutants lint wheel release site bench learning results paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress lint wheel release site bench learning results paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -42,14 +42,13 @@ help:
 	  '  make demo     CartPole to 475 of 500 in about two minutes, then the curve' \
 	  '  make cluster-demo   CartPole on four hosts of this machine; as root in network namespaces' \
 	  '  make test     the tests, two at a time; some: ARGS="tests/library -x -n 0"' \
-	  '  make scenarios  whole runs of several processes: hosts that come and go, the wheel, the examples' \
-	  '  make test-slow  every test that takes too long for make test: scenarios, smoke, stress' \
-	  '  make smoke    each benchmark in some seconds, and whether its figures hold together' \
+	  '  make scenarios  one whole run of each world: a host, SLURM, Ray, the wheel' \
+	  '  make test-slow  the tests that take too long for make test, an hour; some: ARGS="tests/stress"' \
+	  '  make smoke    each benchmark for some seconds' \
 	  '  make lint     ruff, mypy, direction of imports' \
 	  '  make fuzz     the decoders, as long as told: ARGS="--runs 10000000 --decoder push"' \
 	  '  make twin     the replay against a naive twin, as long as told: ARGS="--minutes 60 --seed 7"' \
 	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
-	  '  make mutants  small random changes of modules, and whether tests notice: ARGS="--module limiter --count 20"' \
 	  '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
@@ -79,12 +78,19 @@ cluster-demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest --durations=10 -n 2 --dist worksteal $(ARGS)
 
-# Tests that take longer than ten minutes say so themselves.
-test-slow: $(STAMP)
-	@$(BIN)/python -m pytest --durations=10 --timeout 600 -m 'slow or scenario or bench' $(ARGS)
+# What these tests need beyond the environment: Ray, a browser's driver, other libraries, visdom.
+test-slow: $(VENV)/.slow
+	@$(BIN)/python -m pytest --durations=20 --timeout 600 -n 2 --dist loadgroup -m slow $(ARGS)
+
+$(VENV)/.slow: $(STAMP)
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' ray playwright build twine
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --no-deps stable-baselines3
+	@grep -v '^setuptools==' '$(VENV)/constraints.txt' > '$(VENV)/old.txt'; echo 'setuptools<81' >> '$(VENV)/old.txt'
+	@PIP_CONSTRAINT='$(VENV)/old.txt' $(PIP) --quiet visdom  # its setup needs an old setuptools
+	@touch '$@'
 
 scenarios: $(STAMP)
-	@$(BIN)/python -m pytest --durations=20 -n 2 --dist loadgroup -m scenario $(ARGS)
+	@$(BIN)/python -m pytest --durations=10 -n 2 --dist loadgroup -m scenario $(ARGS)
 
 smoke: $(STAMP)
 	@$(BIN)/python -m pytest --durations=20 -m bench tests/benchmarks $(ARGS)
@@ -100,9 +106,6 @@ twin: $(STAMP)
 
 stress: $(STAMP)
 	@$(BIN)/python -m tests.stress.chaos $(ARGS)
-
-mutants: $(STAMP)
-	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -74,7 +74,7 @@ def test_a_file_that_holds_no_times_is_refused(change, tmp_path, capsys):
     assert str(path) in capsys.readouterr().err
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_times_are_measured_here_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for source in ("measured here now", "measured here before"):

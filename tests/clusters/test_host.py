@@ -86,7 +86,7 @@ def test_a_mistake_in_the_settings_is_not_tried_again(home: Path) -> None:
     assert placed.output.read_text().count("--no-such-flag") == 2  # as started, and as refused
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_hosts_follow_the_replay_and_its_end_is_asked_for_by_signals(home: Path) -> None:
     actor = Placed(home, "actor")
     actor.wait_to_say("waiting for the replay's host to write")

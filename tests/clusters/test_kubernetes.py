@@ -168,7 +168,7 @@ def test_what_kubernetes_says_of_a_pod_that_waits_is_passed_on(kubectl: Kubectl)
     assert made().states({}) == []
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_containers_own_command_runs_here_answers_its_probe_and_ends_when_it_is_killed(
     tmp_path: Path,

@@ -92,7 +92,7 @@ def run_python(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def python_pages() -> list[object]:
     return [
-        pytest.param(page, marks=[pytest.mark.scenario] if page in SLOW else [])
+        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
         for page in PAGES if blocks(page, "python")
     ]  # fmt: skip
 

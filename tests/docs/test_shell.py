@@ -201,7 +201,7 @@ def test_limits_are_added_only_where_a_line_has_none() -> None:
     assert "--preset" not in shortened("zapex learner --config run.toml")
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BY_THEMSELVES)
 def test_the_commands_of_a_block_run_one_after_the_other(name: str, place: Path) -> None:
@@ -221,7 +221,7 @@ def placed(line: str) -> str:
     return line
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_the_hosts_of_a_block_are_one_run_on_loopback(name: str, place: Path) -> None:
@@ -269,7 +269,7 @@ def test_the_hosts_of_a_block_are_one_run_on_loopback(name: str, place: Path) ->
             assert one.poll() == 0, f"{line}\n{log.read_text()[-6000:]}"
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_server_of_a_block_listens_and_ends_when_it_is_interrupted(

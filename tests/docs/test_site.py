@@ -19,7 +19,7 @@ for module in ("material", "mkdocstrings", "plotly"):
     pytest.importorskip(module, reason="no site builder: make site")
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1280, 390)
-pytestmark = pytest.mark.scenario
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,25 @@ from typing import Any
 
 import numpy as np
 
-from tests.stress.insider_world import LIMITS, layout
+from tests.support.transport_rigs import SCHEMA
 from zapex.chunks.batch import aligned_zeros
+from zapex.chunks.limits import Limits
 from zapex.host.metrics import RoleMetrics
 from zapex.host.parts import PARTS
 from zapex.host.plan import HostPlan
 from zapex.net.sessions import Session
 from zapex.net.statistics import StatsHandler, StatsReader
+from zapex.replay.core import ReplayLayout
 from zapex.shm_transport import HostMemory
 from zapex.wire.control import REPLAY, Stats
 from zapex.wire.header import Kind, as_buffer
 
 ACTORS = 2
+LIMITS = Limits(reward=7, discount=0.9, priority=20.0, actions=1 << 40, frame=255.0)
+
+
+def layout() -> ReplayLayout:
+    return ReplayLayout(SCHEMA, 64, 2 * ACTORS, 8)
 
 
 def memory_of(part: str) -> HostMemory:

@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("scheme", ["tcp", "zmtp"])
 def test_hosts_come_and_go_and_every_transition_that_was_sent_is_there_when_the_run_is_over(
@@ -88,7 +88,7 @@ def test_hosts_come_and_go_and_every_transition_that_was_sent_is_there_when_the_
     assert list(learner.run.glob("**/*.safetensors"))
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("scheme", ["zmtp", "fstack"])
 def test_a_replay_that_is_killed_without_libzmq_loses_and_doubles_nothing_that_was_acknowledged(
@@ -123,7 +123,7 @@ def test_a_replay_that_is_killed_without_libzmq_loses_and_doubles_nothing_that_w
         assert "Traceback" not in part.output + part.logs()
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_host_that_is_joining_again_ends_at_ctrl_c_as_one_that_plays(cluster: Cluster) -> None:
     replay = cluster.start("replay", "--actors", "1")

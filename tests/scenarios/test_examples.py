@@ -33,7 +33,7 @@ def test_the_example_in_the_replays_docstring_runs():
 
 
 @pytest.mark.parametrize(
-    "library", ["CleanRL", pytest.param("Stable-Baselines3", marks=pytest.mark.scenario)]
+    "library", ["CleanRL", pytest.param("Stable-Baselines3", marks=pytest.mark.slow)]
 )
 def test_a_diff_of_the_migration_guide_gives_a_program_that_runs(library, monkeypatch):
     text = (ROOT / "docs/migrate.md").read_text()
@@ -63,7 +63,7 @@ def run(*arguments, timeout_s=110):
     ).stdout  # fmt: skip
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("cartpole_dqn", "1500"), ("sac_pendulum", "600")])
 def test_an_example_runs_from_end_to_end(name, steps):
     out = run(f"examples/{name}.py", "--total-steps", steps, "--learning-starts", "200")
@@ -74,7 +74,7 @@ def test_an_example_runs_from_end_to_end(name, steps):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param("spawn", marks=pytest.mark.scenario),
+        pytest.param("spawn", marks=pytest.mark.slow),
         pytest.param("forkserver", marks=pytest.mark.slow),
     ],
 )
@@ -92,7 +92,7 @@ def test_the_cartpole_example_learns(name):
     assert float(re.search(r"mean return of the last 20: ([\d.]+)\n.*\{", out).group(1)) > 150
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_the_stable_baselines_example_runs():
     pytest.importorskip("stable_baselines3")
     out = run("examples/sb3_dqn.py", "--total-steps", "2000")

@@ -18,7 +18,7 @@ import zapex
 from tests.scenarios import test_index
 from tests.scenarios.test_index import FULL, ROOT
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(1800 if FULL else 300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if FULL else 300)]
 
 
 def instructions() -> list[tuple[str, str]]:

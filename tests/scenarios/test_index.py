@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FULL = bool(os.environ.get("ZAPEX_RELEASE"))
 VERSIONS = ("3.11", "3.12", "3.13")
 pytestmark = [
-    pytest.mark.scenario,
+    pytest.mark.slow,
     pytest.mark.timeout(1800 if FULL else 600),
     pytest.mark.skipif(
         find_spec("build") is None or find_spec("twine") is None,

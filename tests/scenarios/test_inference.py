@@ -20,7 +20,7 @@ LEARNS = (
 LEARNED = 195.0
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_cartpole_is_learned_by_actors_without_torch_whose_inference_role_is_killed(
     tmp_path: Path,
@@ -64,7 +64,7 @@ def goes_on(part: Part, name: str) -> None:
     part.wait_for(lambda: part.snapshot()["totals"]["frames"] > frames + 500, "more frames")
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_actors_that_wait_for_a_dead_role_end_in_time(tmp_path: Path) -> None:
     part = Part(tmp_path / "train", "train", *SMALL, "--actors", "2", *CENTRAL)
@@ -81,7 +81,7 @@ def test_actors_that_wait_for_a_dead_role_end_in_time(tmp_path: Path) -> None:
         part.close()
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_actor_host_has_an_inference_role_of_its_own(tmp_path: Path) -> None:
     with cluster_in(tmp_path, SMALL) as cluster:
@@ -102,7 +102,7 @@ def test_an_actor_host_has_an_inference_role_of_its_own(tmp_path: Path) -> None:
 
 
 @needs_redis
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_actor_host_of_a_run_through_redis_has_one_too(
     redis_server: RedisServer, tmp_path: Path

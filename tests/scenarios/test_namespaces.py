@@ -51,7 +51,7 @@ def wait_until(parts: list[Part], part: Part, name: str, more: int) -> None:
     assert all(p.popen.poll() is None for p in parts)
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_cartpole_trains_on_four_hosts_and_a_cable_that_was_pulled_out_costs_nothing(
     cluster: Cluster, hosts: Namespaces

@@ -114,7 +114,7 @@ def test_an_own_dict_environment_network_and_loss_train_resume_and_are_evaluated
         zapex.load_policy(path, trust=True)
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_they_train_in_processes_of_their_own() -> None:
     words = ["train", "mine:Env", *OWN, "--wrapper", "mine:Half", *FEW, "--eval-period-s", "1"]
     done = subprocess.run(
@@ -215,24 +215,24 @@ def example(name: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [[], ["--whole"]])
 def test_the_example_of_an_environment_runs(whole: list[str]) -> None:
     assert "first move" in example("own_env.py", "--max-frames", "1500", *whole)
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_the_example_of_a_network_runs() -> None:
     assert "Q values of a still pole" in example("own_network.py", "--max-frames", "1500")
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_the_example_of_a_sweep_runs() -> None:
     pytest.importorskip("optuna")
     assert "best" in example("optuna_sweep.py", "--trials", "2", "--max-frames", "1500")
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom() -> None:
     cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -46,7 +46,7 @@ def test_its_frames_are_stored_once_each_as_those_of_ale() -> None:
     assert ours.stack == 4
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_of_several_processes_learns_from_pixels(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zapex", "train", "--env", ENV, "--run-dir", "run", "--plain"]

@@ -76,7 +76,7 @@ def hosts_of(directory: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_cartpole_is_solved_on_three_nodes_of_which_one_is_killed(
     cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
@@ -116,7 +116,7 @@ def test_cartpole_is_solved_on_three_nodes_of_which_one_is_killed(
     run.wait_for(lambda: not hosts_of(directory), "the end of all hosts")
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_rays_head_a_run_goes_on_for_a_while_and_attach_says_what_is_lost(
     cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,

@@ -13,7 +13,7 @@ pytestmark = needs_redis
 __all__ = ["redis_server"]  # a fixture
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_when_redis_is_restarted_empty_and_a_learner_is_killed(
     redis_server: RedisServer, tmp_path: Path

@@ -16,7 +16,7 @@ SMALL = [
 ]  # fmt: skip
 IN_TIME_S = 100.0  # a busy machine is no failure; nothing here promises seconds
 __all__ = ["redis_server", "start"]  # fixtures
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.timeout(500)
 
 
 def number(output: str, what: str) -> int:
@@ -32,6 +32,7 @@ def batches(part: Part) -> float:
     return float(part.snapshot()["totals"]["batches"])
 
 
+@pytest.mark.scenario
 def test_a_run_that_is_stopped_and_resumed_learns_at_once_from_the_memory_that_it_had(
     start: Callable[..., Command],
 ) -> None:
@@ -61,6 +62,7 @@ sys.exit(cli.main(words))
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_replay_does_not_save_in_time_ends_and_says_so(
     start: Callable[..., Command],
 ) -> None:
@@ -88,6 +90,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_replay_that_is_started_again_with_its_memory_serves_the_learner_before_any_actor(
     tmp_path: Path,
 ) -> None:
@@ -119,6 +122,7 @@ def test_a_replay_that_is_started_again_with_its_memory_serves_the_learner_befor
             assert "Traceback" not in part.output + part.logs()
 
 
+@pytest.mark.slow
 def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memory(
     tmp_path: Path,
 ) -> None:
@@ -146,6 +150,7 @@ def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memo
 
 
 @needs_redis
+@pytest.mark.slow
 def test_a_learner_with_a_redis_saves_the_memory_that_it_has(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:

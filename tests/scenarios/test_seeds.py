@@ -14,7 +14,7 @@ from zapex.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--preset", "smoke", "--inline", "--plain", "--max-frames", "3000", "--max-minutes", "0"]
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def inserted(part: Part) -> int:
     return int(part.snapshot()["replay"].get("inserted", 0))
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_shard_takes_its_own_memory_and_nothing_else_with_it(shards: Shards) -> None:
     first, second = shards.replays
@@ -107,7 +107,7 @@ def test_a_killed_shard_takes_its_own_memory_and_nothing_else_with_it(shards: Sh
             assert "Traceback" not in part.output + part.logs()
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_while_shard_0_is_gone_play_goes_on_and_a_limit_ends_all_hosts(shards: Shards) -> None:
     first, second = shards.replays

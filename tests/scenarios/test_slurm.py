@@ -82,7 +82,7 @@ def test_slurm_places_a_run_and_requeued_jobs_lose_nothing_that_was_acknowledged
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("real_slurm")
 def test_what_slurm_has_no_room_for_is_said_with_its_reason_and_stop_takes_it_back(

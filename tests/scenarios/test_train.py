@@ -257,7 +257,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_a_result_and_a_curve(story: Stor
         assert "Traceback" not in log.read_text(), log
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_while_the_children_start_ends_the_run_in_time_and_without_a_traceback(
     start: Callable[..., Command], number: signal.Signals
@@ -297,7 +297,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [False, True], ids=["lines", "picture"])
 def test_a_role_that_cannot_stay_up_ends_the_run_with_its_own_traceback_and_exit_code_1(
     start: Callable[..., Command], terminal: bool
@@ -331,7 +331,7 @@ def test_ctrl_c_before_anything_was_started_is_one_line(
     assert capsys.readouterr().err == "zapex: interrupted\n"
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stopped_role_is_told_within_three_seconds_and_keeps_what_it_holds(
     start: Callable[..., Command],

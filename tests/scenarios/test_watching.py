@@ -102,7 +102,7 @@ def last(run):
     return max((x["batches"] for x in read_metrics(run) if x["kind"] == "metrics"), default=0)
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 def test_training_goes_on_when_the_terminal_closes_and_others_watch_and_end_it(tmp_path, terminal):
     run = tmp_path / "runs" / "mine"
     words = "train CartPole-v1 --preset smoke --max-frames 0 --actors 1 --run-dir runs/mine"

@@ -9,7 +9,7 @@ from tests.support.parts import cluster_in
 from zapex.checkpoints import file as checkpoint
 
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--eval-period-s", "2"]
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_it_trains_with_actors_of_other_hosts_and_its_limit_ends_them_too(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks.support.harness import evidence
 from benchmarks.support.machine import Watch
 from tests.stress import steps
-from tests.stress.chaos_mutants import MUTANTS
 
 _ROLES = ("actor", "replay", "learner", "inference")
 
@@ -33,21 +32,18 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, default=512, help="transitions")
     parser.add_argument("--chunk", type=int, default=8, help="transitions a chunk")
     parser.add_argument("--json", type=Path, help="write the facts here, too")
-    parser.add_argument("--mutant", choices=MUTANTS, help="take a rule away: the run must fail")
     options = parser.parse_args()
     watch = Watch()
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", file=sys.stderr, flush=True)
-    mutant = MUTANTS.get(options.mutant)
-    steps.install(mutant.changes if mutant else None)
+    steps.install()
     from tests.stress.chaos_content import Violation
     from tests.stress.chaos_run import Stuck, run
 
     settings: dict[str, Any] = {
-        "rob_the_stopped": options.mutant == "slots-back-before-the-pidfd-fired",
         "capacity": options.capacity,
         "chunk": options.chunk,
-        "only": options.only or (mutant.only if mutant else ""),
+        "only": options.only,
     }
     kills: dict[str, int] = {}
     if options.kills:

@@ -210,7 +210,6 @@ class Chaos:
         self,
         seed: int,
         *,
-        rob_the_stopped: bool = False,
         stops: float = 0.25,
         capacity: int = 512,
         chunk: int = 8,
@@ -223,7 +222,6 @@ class Chaos:
         self.roles = {
             name: Role(name, schedule(seed, name, stops, only)) for name in self.world.names
         }
-        self._rob = rob_the_stopped
         self._audit = self.world.audit.consumer()
         self._store = self.host.store()
         # Actor, incarnation, died_ns, and whether the replay was up all the time.
@@ -311,8 +309,6 @@ class Chaos:
     def _stop(self, role: Role) -> None:
         role.stopped = True
         self.result.stops[role.kind] += 1
-        if self._rob:  # a mutation: what is silent is taken for dead
-            self.host.set_incarnation(role.name, 0)
 
     def _stands_still(self, role: Role) -> bool:
         """Its process is stopped: one that is about to stop itself would not hear a SIGCONT."""
@@ -332,8 +328,6 @@ class Chaos:
 
     def _continue(self, role: Role) -> None:
         role.stopped = False
-        if self._rob:
-            self.host.set_incarnation(role.name, role.incarnation)
         self.supervisor.send_signal(role.name, signal.SIGCONT)
 
     def _plot(self, role: Role, now_s: float) -> None:

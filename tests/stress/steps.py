@@ -4,7 +4,7 @@ A line `# STEP name` marks a point of a protocol between two stores that matter.
 Numba it is a comment: no byte of code comes of it. A process that calls `install()` before it
 imports zapex compiles these lines as calls instead, in kernels too (which are cached apart), and
 every passage then looks at the process's orders: at the n-th passage of a step, send yourself this
-signal. The same loader can change source, so that a test can take a rule away.
+signal.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -27,8 +27,6 @@ MARKER = re.compile(r"^(?P<indent> *)# STEP (?P<name>[a-z-]+)$", re.M)
 # A process's words.
 ORDER, COUNT, SIGNAL, LAST, LAST_NS = range(5)
 WORDS = 16
-
-Change = tuple[str, str]  # old text, new text
 
 
 def markers() -> dict[str, list[str]]:
@@ -104,16 +102,12 @@ def _make_step() -> Any:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles markers as calls, and changes what a test wants changed."""
+    """Compiles markers as calls."""
 
     settings: ClassVar[dict[str, Any]] = {}
 
     def get_code(self, fullname: str) -> Any:
         source = Path(self.path).read_text(encoding="utf-8")
-        for old, new in self.settings["changes"].get(fullname, ()):
-            assert source.count(old) == 1, f"{fullname} has {source.count(old)} times: {old}"
-            assert old.count("\n") == new.count("\n"), "line numbers must stay"
-            source = source.replace(old, new)
         source = MARKER.sub(lambda m: f"{m['indent']}_step({1 + STEPS.index(m['name'])})", source)
         return compile(source, self.path, "exec", dont_inherit=True)
 
@@ -137,20 +131,19 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def install(changes: Mapping[str, Sequence[Change]] | None = None) -> None:
+def install() -> None:
     """Steps are calls in every module of zapex that is imported from here on."""
-    changes = changes or {}
     loaded = {name for name in sys.modules if name.startswith("zapex.")} - {"zapex.version"}
     assert not loaded, f"too late: {sorted(loaded)} are imported already"
     from zapex.machine import jit
 
-    _use_cache(jit, changes)
-    _Loader.settings.update(step=_make_step(), changes=changes)
-    sys.meta_path.insert(0, _Finder(set(markers()) | set(changes)))
+    _use_cache(jit)
+    _Loader.settings.update(step=_make_step())
+    sys.meta_path.insert(0, _Finder(set(markers())))
 
 
-def _use_cache(jit: Any, changes: Mapping[str, Sequence[Change]]) -> None:
-    """Kernels with calls in them are cached apart; changed ones beside copies of the others."""
+def _use_cache(jit: Any) -> None:
+    """Kernels with calls in them are cached apart."""
     if jit.CACHE_DIRECTORY is None:
         return
     root = jit.CACHE_DIRECTORY.parent
@@ -160,18 +153,6 @@ def _use_cache(jit: Any, changes: Mapping[str, Sequence[Change]]) -> None:
     plain.mkdir(mode=0o700, exist_ok=True)
     _forget_old(root, plain)
     jit.CACHE_DIRECTORY = plain
-    if any(b"zapex.machine.jit" in _source(module).read_bytes() for module in changes):
-        changed = root / f"{plain.name}-{hashlib.sha256(repr(changes).encode()).hexdigest()[:8]}"
-        if not changed.exists():
-            shutil.copytree(plain, changed)
-            for module in changes:  # its own kernels; no other module's call them
-                for file in changed.rglob(f"{module.rpartition('.')[2]}.*"):
-                    file.unlink()
-        jit.CACHE_DIRECTORY = changed
-
-
-def _source(module: str) -> Path:
-    return PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def _forget_old(root: Path, wanted: Path) -> None:

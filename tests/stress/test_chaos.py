@@ -13,23 +13,22 @@ import pytest
 from tests.stress import chaos_content, steps
 from tests.stress.chaos_account import Account
 from tests.stress.chaos_content import Violation
-from tests.stress.chaos_mutants import MUTANTS
 from tests.stress.chaos_roles import AUDIT
 from tests.stress.chaos_run import STEPS, schedule
 from zapex.chunks.layout import ACTOR, COMMITTED, HEADER_WORDS, INCARNATION, SEQUENCE, STATE
 
 
-def chaos(*arguments: object, fails: bool = False) -> dict[str, Any]:
+def chaos(*arguments: object) -> dict[str, Any]:
     """One run of the harness; it needs a process of its own, for it forks."""
     command = [sys.executable, "-m", "tests.stress.chaos", *map(str, arguments)]
     # The first run on a machine compiles every kernel with its steps.
     result = subprocess.run(command, stdout=subprocess.PIPE, check=False, timeout=1500)
     facts: dict[str, Any] = json.loads(result.stdout)
-    assert (result.returncode, "failed" in facts) == (int(fails), fails), facts
+    assert result.returncode == 0, facts
     return facts
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_torn_foreign_doubled_or_stuck_whoever_is_killed_wherever() -> None:
     facts = chaos("--kills", "60,25,25,25", "--minutes", 2, "--seed", 1)
@@ -40,7 +39,7 @@ def test_nothing_is_lost_torn_foreign_doubled_or_stuck_whoever_is_killed_whereve
     assert facts["parameters_checked"] > 10
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_replay_that_dies_between_granting_and_sending_loses_no_slot() -> None:
     facts = chaos("--only", "replay: slot-granted", "--kills", "0,40,0,0", "--seed", 2)
@@ -54,19 +53,6 @@ def test_every_named_step_is_survived() -> None:
     wanted = {f"{kind}: {step}" for kind, named in STEPS.items() for step in named}
     assert wanted <= facts["at_steps"].keys()
     assert facts["back_s"]["slots"]["p99"] < 1.0
-
-
-@pytest.mark.scenario
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_rule_taken_away_is_noticed(name: str) -> None:
-    facts = chaos("--mutant", name, "--minutes", 3, "--seed", 3, fails=True)
-    assert facts["failed"] in MUTANTS[name].finds, facts
-
-
-def test_each_fault_is_the_only_verdict_on_some_mutant() -> None:
-    verdicts = [mutant.finds for mutant in MUTANTS.values()]
-    assert all({kind} in verdicts for kind in ("lost", "doubled", "foreign", "torn"))
 
 
 def test_a_seed_repeats_the_schedule_of_every_nemesis() -> None:

@@ -19,9 +19,9 @@ from zapex.chunks.store import ChunkStore
 @pytest.mark.parametrize(
     ("kills", "cuts", "seed", "scheme"),
     [
-        pytest.param(8, 3, 1, "tcp", marks=pytest.mark.scenario),
-        pytest.param(8, 3, 1, "zmtp", marks=pytest.mark.scenario),
-        pytest.param(8, 3, 1, "fstack", marks=pytest.mark.scenario),
+        pytest.param(8, 3, 1, "tcp", marks=pytest.mark.slow),
+        pytest.param(8, 3, 1, "zmtp", marks=pytest.mark.slow),
+        pytest.param(8, 3, 1, "fstack", marks=pytest.mark.slow),
         pytest.param(60, 20, 2, "tcp", marks=pytest.mark.slow),
         pytest.param(60, 20, 2, "zmtp", marks=pytest.mark.slow),
         pytest.param(60, 20, 2, "fstack", marks=pytest.mark.slow),

@@ -81,7 +81,7 @@ def written(run_dir):
     return {tag: (event.value, event.step) for tag, event in last.items()}
 
 
-@pytest.mark.scenario
+@pytest.mark.slow
 @needs_chromium
 @needs_playwright
 def test_a_browser_shows_scores_of_every_actor_memory_and_loss_and_new_ones_as_they_come(tmp_path):
