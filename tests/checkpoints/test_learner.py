@@ -13,7 +13,7 @@ from zapex.agent.learning import DQN
 from zapex.checkpoints import file as checkpoint
 from zapex.checkpoints import policy
 from zapex.checkpoints.learner import BestNetwork, RunCheckpoints
-from zapex.config.learner import LearnerConfig
+from zapex.config.settings import LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 

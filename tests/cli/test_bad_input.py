@@ -201,8 +201,8 @@ train SMALL --visdom localhost:8097          | --visdom must be like http://loca
 train SMALL --visdom http://127.0.0.1:1      | start one with `python -m visdom.server`
 # Files and directories.
 train SMALL --run-dir taken                  | zapex train --resume taken
-train SMALL --run-dir /proc/run              | --run-dir /proc/run cannot be made
-train SMALL --run-dir file/run               | --run-dir file/run cannot be made
+train SMALL --run-dir /proc/run              | --run-dir /proc/run cannot be created
+train SMALL --run-dir file/run               | --run-dir file/run cannot be created
 train SMALL --config none.toml               | none.toml cannot be read: No such file
 train SMALL --config taken                   | taken cannot be read: Is a directory
 train SMALL --config file                    | file is not TOML
@@ -250,7 +250,7 @@ actor SMALL --replay tcp:/127.0.0.1:1        | did you mean tcp://127.0.0.1:1?
 actor SMALL --replay tcp://0.0.0.0:7711 --insecure-network | is only an address to listen at
 actor SMALL --replay tcp://no.such.invalid:7711 --insecure-network | is not known here
 actor SMALL --listen tcp://127.0.0.1:7711    | did you mean --replay?
-actor SMALL --resume run                     | --resume RUN is the learner's, and the replay's
+actor SMALL --resume run                     | takes only --resume auto
 actor SMALL --keys nowhere                   | `zapex keygen` makes keys
 learner SMALL --replay redis://                | --replay must be redis://
 learner SMALL --replay redis://192.0.2.1       | --insecure-network

@@ -237,7 +237,7 @@ def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
     )
     capsys.readouterr()
     line = refusal(capsys, "train", "--resume", "runs/a", "--env", "Acrobot-v1")
-    assert "--env cannot change in a run that goes on" in line
+    assert "--env cannot change in a resumed run" in line
     path.write_bytes(path.read_bytes()[:-1])
     assert "is damaged" in refusal(capsys, "train", "--resume", "runs/a")
     checkpoint.save(run / "checkpoints", path.stem, {}, {"schema": {"num_actions": 3}})
@@ -464,7 +464,7 @@ def test_a_gpu_that_cannot_be_used_is_told_loudly_and_no_role_tries_it(
     assert cli.main(["train", *SMALL]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("WARNING: the learner uses the CPU. an NVIDIA GPU (driver 470.57)")
-    assert "to mend it: update the NVIDIA driver" in said.err
+    assert "to fix it: update the NVIDIA driver" in said.err
     assert "\nlearner: CPU, float32\n" in said.out
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -59,7 +59,7 @@ def test_what_cannot_go_on_is_renamed_and_nothing_is_deleted(
         Path("run").mkdir()
         Path("run/notes.txt").write_text(str(n))
         zapex_train()
-        assert f"run has nothing to resume from: it is run.{n} now" in capsys.readouterr().out
+        assert f"run has nothing to resume from: moved to run.{n}" in capsys.readouterr().out
         assert Path(f"run.{n}/notes.txt").read_text() == str(n)
     assert [config.run.resume for config in configs] == ["", ""]
 
@@ -78,7 +78,7 @@ def test_a_replays_host_goes_on_where_it_has_saved_its_memory_and_else_starts_an
     Path("run/replay").mkdir(parents=True)
     Path("run/config.toml").write_text(configs[0].to_toml())
     assert cli.main(["replay", "--resume", "run", *url]) == 2
-    assert "run has no saved memory to resume from (--save-replay stop" in capsys.readouterr().err
+    assert "run has no saved replay to resume from (--save-replay stop" in capsys.readouterr().err
     Path("run/replay/manifest.json").write_text("{}")
     for words in (["--config", "run.toml", *RUN], ["--resume", "run"]):
         assert cli.main(["replay", *words, *url, "--save-replay", "always"]) == 0

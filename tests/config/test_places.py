@@ -31,11 +31,11 @@ def test_every_role_with_a_network_has_a_line() -> None:
 
 
 def test_one_role_for_all_actors_takes_a_gpu_that_works_unless_it_is_told_otherwise() -> None:
-    assert lines(PC, inference="central")[0] == "actors: CPU, bfloat16, one role for all of them"
+    assert lines(PC, inference="central")[0] == "actors: CPU, bfloat16, one process for all of them"
     there = lines(STATION, inference="central")[0]
-    assert there == f"actors: {H100}, bfloat16, one role for all of them"
+    assert there == f"actors: {H100}, bfloat16, one process for all of them"
     told = lines(STATION, inference="central", inference_device="cpu")[0]
-    assert told == "actors: CPU, bfloat16, one role for all of them"
+    assert told == "actors: CPU, bfloat16, one process for all of them"
 
 
 def test_float32_on_a_gpu_says_what_is_computed_in_tf32() -> None:

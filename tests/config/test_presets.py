@@ -7,12 +7,12 @@ import pytest
 
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
+from zapex.config.layers import explain
 from zapex.config.presets import (
     TABLE,
     Task,
     check_memory,
     choose,
-    explain,
     outlook,
     replay_bytes,
 )

@@ -92,13 +92,13 @@ def test_an_own_dict_environment_network_and_loss_train_resume_and_are_evaluated
     more = ["--trust", "--inline", "--plain", "--max-frames", "900"]
     assert cli.main(["train", "--resume", "run", *more]) == 0
     says = refused(capsys, "train", "--resume", "run", *more, "--network", "impala")
-    assert "--network cannot change in a run that goes on" in says
+    assert "--network cannot change in a resumed run" in says
 
     import mine
 
     env = mine.Env()
     obs, _ = env.reset(seed=1)
-    with pytest.raises(ConfigError, match="'mine:Network', code of this machine"):
+    with pytest.raises(ConfigError, match="'mine:Network', code on this machine"):
         zapex.load_policy("run")
     policy = zapex.load_policy("run", trust=True)
     assert policy(obs) in (4, 5, 6)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from zapex.cli import main as cli
-from zapex.cli.auto import taken
+from zapex.cli.resolve import actors_auto as taken
 from zapex.cli.resolve import resolve
 from zapex.config.settings import Config
 from zapex.envs import environments
@@ -151,7 +151,7 @@ def test_the_word_auto_is_taken_only_from_actors(words, rest, found):
 
 def keep_for(args):
     run = resolve(args, "train", "")
-    from zapex.cli.auto import cache_directory
+    from zapex.cli.resolve import cache_directory
 
     advice.keep(advice.kept_at(cache_directory(), run.config, run.spec, run.machine), report()[0])
 
@@ -169,9 +169,7 @@ def test_actors_auto_uses_what_was_found_for_this_environment_and_network(cache)
     given = resolve(["CartPole-v1", "--actors", "auto", "--envs-per-actor", "5"], "train", "")
     assert (given.config.actor.actors, given.config.actor.envs_per_actor) == (3, 5)
     other = resolve(["CartPole-v1", "--actors", "auto", "--hidden", "77"], "train", "")
-    assert "nothing was measured here yet; `zapex balance CartPole-v1`" in (
-        other.chosen["actors"].reason
-    )
+    assert "`zapex balance CartPole-v1` has not run here" in other.chosen["actors"].reason
     preset = resolve(["CartPole-v1", "--hidden", "77"], "train", "")
     assert other.config.actor.actors == preset.config.actor.actors
 

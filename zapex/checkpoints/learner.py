@@ -11,7 +11,7 @@ import numpy as np
 from zapex.agent.flat import Network
 from zapex.agent.learning import DQN, memory_given_back
 from zapex.checkpoints import file as checkpoint
-from zapex.config.learner import NETWORK_FIELDS, LearnerConfig
+from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zapex.agent import architecture
-from zapex.config.learner import LearnerConfig
+from zapex.config.settings import LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy as np
 from zapex.agent.policy import Policy
 from zapex.checkpoints import file as checkpoint
 from zapex.checkpoints.network import network_of
-from zapex.config.learner import LearnerConfig
+from zapex.config.settings import LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 

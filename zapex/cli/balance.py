@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from zapex.cli.auto import cache_directory
 from zapex.cli.flags import check_outputs
-from zapex.cli.resolve import Options, resolve
+from zapex.cli.resolve import Options, cache_directory, resolve
 from zapex.errors import ConfigError
 
 FIRST = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zapex.cli import watching
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.trust import check_trust
+from zapex.cli.resolve import check_trust
 from zapex.clusters.host import FACTS
 from zapex.config.clusters import TABLES
 from zapex.config.words import did_you_mean

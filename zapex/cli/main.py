@@ -195,7 +195,7 @@ def _doctor(args: list[str]) -> int:
 def _config(args: list[str]) -> int:
     what = "Print the settings that `zapex train` would run with, as TOML."
     run = resolve(args, "config", what)
-    from zapex.config.presets import explain
+    from zapex.config.layers import explain
 
     print(*(f"#{line}" for line in explain(run.chosen).splitlines()), sep="\n")
     print(run.config.to_toml(), end="")

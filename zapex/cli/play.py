@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import run_directory
-from zapex.cli.trust import check_trust
+from zapex.cli.resolve import check_trust, run_directory
 from zapex.config.settings import Config
 from zapex.errors import CheckpointError, ConfigError
 

@@ -1,33 +1,23 @@
-"""What a command runs with: flags over a file over a preset over the paper's own values."""
+"""The settings and options of a command, from defaults, preset, file or saved run, and flags."""
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zapex.cli import auto
 from zapex.cli.flags import HELP, flags_of, read, read_settings, show_help
-from zapex.cli.trust import check_trust
 from zapex.config.fields import flag_of
-from zapex.config.learner import NETWORK_FIELDS
-from zapex.config.settings import (
-    FIELDS,
-    SECTIONS,
-    Config,
-    EnvConfig,
-    ReplayConfig,
-    merged,
-)
+from zapex.config.settings import FIELDS, NETWORK_FIELDS, SECTIONS, Config, EnvConfig, ReplayConfig
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError
 from zapex.host.parts import PARTS, Part
 
 if TYPE_CHECKING:
-    from zapex.config.presets import Choice
+    from zapex.config.layers import Choice, Layers
     from zapex.envs.environments import EnvironmentSpec
     from zapex.machine.resources import Machine
     from zapex.run.preflight import Finding
@@ -37,31 +27,26 @@ FIRST = (
     "actors", "capacity", "lr", "seed",
 )  # fmt: skip
 """The flags that `zapex train --help` shows; --help-all shows all."""
-AUTO = "auto"
-"""The value of --resume for a command that may be started again by whoever placed it."""
 MACHINE = (
-    "env",
-    "preset",
-    "config",
-    "actors",
-    "envs_per_actor",
-    "capacity",
-    "device",
-    "huge_pages",
-)
-"""The flags that `zapex doctor --help` shows: what decides how much a run needs."""
+    "env", "preset", "config", "actors", "envs_per_actor", "capacity", "device", "huge_pages",
+)  # fmt: skip
+"""The flags that `zapex doctor --help` shows: those that decide how much a run needs."""
+AUTO = "auto"
+"""The value of --resume for a command that may be started several times, e.g. by a scheduler."""
+_RUNS_CODE = ("env", "env_kwargs", "wrapper", "network", "loss")
+"""Settings that may name modules."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a command takes besides the settings."""
+    """Options of the command."""
 
     config: str = ""
-    """A file of settings, as `zapex config` prints it; flags override it."""
+    """A TOML file of settings, as `zapex config` prints it; flags override it."""
     total_timesteps: int = 0
-    """Stop after this many steps of all environments: --max-frames in steps; 0: no limit."""
+    """Stop after this many steps of all environments, i.e. --max-frames in steps; 0: no limit."""
     trust: bool = False
-    """Run the modules that a stored run, or the file of --config, names."""
+    """Allow the modules that a saved run, or the file of --config, names."""
 
     def __post_init__(self) -> None:
         if self.total_timesteps < 0:
@@ -70,12 +55,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Resolved:
-    """config: complete. chosen: every setting that is not a default, with its reason."""
+    """What a command runs with.
+
+    config: complete. chosen: every setting that is not a default, with its reason. more: the
+    command's Options.
+    """
 
     config: Config
     spec: "EnvironmentSpec"
-    chosen: "dict[str, Choice]"
-    more: Any  # the command's Options
+    chosen: "Mapping[str, Choice]"
+    more: Any
     machine: "Machine"
 
 
@@ -87,60 +76,56 @@ def resolve(
     first: tuple[str, ...] = FIRST,
     part: Part = PARTS["all"],
 ) -> Resolved:
-    """Flags over file over preset over defaults, checked against environment and memory.
+    """The settings and options of a command line, checked against the environment and the memory.
 
-    options: what the command takes besides the settings. first: the flags that --help shows.
-    part: what this host runs; a part without the replay needs no memory for it.
+    Args:
+        args: the words after the command.
+        command: the command, for messages.
+        what: its help.
+        options: what the command takes besides the settings.
+        first: the flags that --help shows.
+        part: what this host runs; a part without the replay needs no memory for it.
 
     Raises:
         ConfigError: anything that cannot work, before any process starts.
     """
     kinds = (options, *SECTIONS.values())
-    args, by_balance = auto.taken(args) if "actor" in part.roles else (args, False)
+    args, balanced = actors_auto(args) if "actor" in part.roles else (args, False)
     given = read(args, flags_of(*kinds), command, "env")
     help_wanted = [name for name in HELP.values() if given.pop(name, False)]
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
-
-    def show(sections: dict[str, Any]) -> None:
-        shown = {name: getattr(sections[section], name) for name, (section, _) in FIELDS.items()}
-        show_help(
-            f"{command} [ENV]", what, vars(more) | shown, kinds,
-            () if "help_all" in help_wanted else first,
-        )  # fmt: skip
-
-    return settled(given, more, command, part, by_balance, show if help_wanted else None)
+    layers, spec, machine = _layered(given, more, command, part, balanced, not help_wanted)
+    if help_wanted:
+        first = () if "help_all" in help_wanted else first
+        values = vars(more) | {name: layers[name] for name in FIELDS}
+        show_help(f"{command} [ENV]", what, values, kinds, first)
+    return _checked(layers, spec, machine, more, part)
 
 
-def settled(
-    given: dict[str, Any],
-    more: Options,
-    command: str = "train",
-    part: Part = PARTS["all"],
-    by_balance: bool = False,
-    show: Callable[[dict[str, Any]], None] | None = None,
-) -> Resolved:
-    """The same, from values by name in place of words; `given` is used up.
+def settled(given: dict[str, Any], more: Options) -> Resolved:
+    """As `resolve` for `zapex train`, from values by name; `given` is used up."""
+    part = PARTS["all"]
+    return _checked(*_layered(given, more, "train", part, False, True), more, part)
 
-    by_balance: whether actors are as a balance found. show: takes all settings by section, instead
-    of a check whether they fit together.
+
+def _layered(
+    given: dict[str, Any], more: Options, command: str, part: Part, balanced: bool, ask_torch: bool
+) -> "tuple[Layers, EnvironmentSpec, Machine]":
+    """The settings, layer over layer: defaults, preset, file or saved run, flags.
+
+    Three rules follow, for settings that neither file nor flags give: what a balance found (with
+    `--actors auto`), an evaluation in a short run, and the directory of a resumed run.
     """
-    either = given.get("resume") == AUTO
-    resume = _what_goes_on(given, part)
-    if resume and resume != AUTO and not (part.learns or part.holds_replay):
-        raise ConfigError(
-            f"`zapex {command}` has nothing to resume, and takes only --resume {AUTO}: --resume "
-            "RUN is the learner's, and the replay's"
-        )
     if given.get("save_replay", "never") != "never" and not part.holds_replay:
         raise ConfigError(
-            f"--save-replay is for the host with the memory: `zapex {command}` has none to save"
+            f"--save-replay is for the host with the replay, and `zapex {command}` has none to save"
         )
-    path = _settings_file(more.config, resume, either)
+    path = _settings_file(given, more.config, command, part)
     values = read_settings(path) if path else {}
     check_trust(path, values, given, more.trust)
 
-    from zapex.checkpoints import network
     from zapex.config import presets
+    from zapex.config.layers import Layers
     from zapex.envs import environments
 
     spec = environments.check(
@@ -152,86 +137,72 @@ def settled(
         if "max_frames" in given:
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
-    machine = _machine(part, values | given, ask=show is None)
-    sections, chosen = _choose(spec, machine, part, values, f"from {path}", given)
-    if by_balance:
-        asked = {*values, *given} - {"actors"}
-        sections = auto.balanced(sections, chosen, asked, spec, machine)
-    if show is not None:
-        show(sections)
-    config = Config(**sections)
+    machine = _machine(part, values | given, ask_torch)
+    preset = given.pop("preset", values.pop("preset", "auto"))
+    task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
+
+    layers = Layers(presets.choose(preset, task, machine, part.name))
+    layers.put(values, f"from {path}")
+    changed = layers.put(given, "you gave it")
+    if balanced:
+        _put_balance(layers, {*values, *given} - {"actors"}, spec, machine)
+    half_s = 30 * layers["max_minutes"]
+    if "eval_period_s" not in values | given and 0 < half_s < layers["eval_period_s"]:
+        layers.put({"eval_period_s": half_s}, "half of --max-minutes, so that any run has one")
+    if given.get("resume", "") not in ("", AUTO):
+        for name in ("env", "env_kwargs", "wrapper", *NETWORK_FIELDS, "run_dir"):
+            if name in changed:
+                raise ConfigError(
+                    f"{flag_of(name)} cannot change in a resumed run, got {layers[name]!r}: leave "
+                    "it out, or start a new run"
+                )
+        layers.put({"run_dir": given["resume"]}, "the resumed run's")
+    return layers, spec, machine
+
+
+def _checked(
+    layers: "Layers", spec: "EnvironmentSpec", machine: "Machine", more: Options, part: Part
+) -> Resolved:
+    """The same, once its values fit together, and with the environment and the memory."""
+    from zapex.checkpoints import network
+    from zapex.config import presets
+
+    config = layers.config()
     network.check(spec, config.learner, part.learns)
     if part.holds_replay:
         schema = spec.schema(config.replay.n_step, config.replay.gamma)
         presets.check_memory(config, schema, machine)
-    return Resolved(config, spec, chosen, more, machine)
+    return Resolved(config, spec, layers.chosen, more, machine)
 
 
-def _machine(part: Part, asked: dict[str, Any], ask: bool) -> "Machine":
-    """This machine, without GPUs where no role uses one. ask: torch, which takes seconds."""
-    from zapex.machine import gpu
-    from zapex.machine.resources import Machine
+def _settings_file(given: dict[str, Any], config: str, command: str, part: Part) -> str:
+    """The file of settings below the flags: the resumed run's, or --config; "": none.
 
-    machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    learns_there = part.learns and asked.get("device") != "cpu"
-    acting = asked.get("inference")
-    central = acting == "central" and asked.get("inference_device") != "cpu"
-    acts_there = "actor" in part.roles and (acting == "gpu" or central)
-    if not (learns_there or acts_there):
-        return replace(machine, gpus=0)
-    return replace(machine, gpu=gpu.look()) if machine.gpus and ask else machine
-
-
-def _choose(
-    spec: "EnvironmentSpec",
-    machine: "Machine",
-    part: Part,
-    values: dict[str, Any],
-    source: str,
-    given: dict[str, Any],
-) -> tuple[dict[str, Any], "dict[str, Choice]"]:
-    """All settings by section, and each that is not a default with its reason.
-
-    values: of a file, which is the `source`. given: by flags.
+    `--resume auto` is replaced in `given` by the run, if there is something to resume.
     """
-    from zapex.config import presets
-
-    preset = given.pop("preset", values.pop("preset", "auto"))
-    sections = merged(vars(Config()), {"preset": preset})  # a misspelt one is reported here
-    task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
-    chosen = presets.choose(preset, task, machine, part.name)
-    sections = merged(sections, {name: value for name, (value, _) in chosen.items()})
-    changed: dict[str, Choice] = {}
-    for more, reason in ((values, source), (given, "you gave it")):
-        before, sections = sections, merged(sections, more)
-        changed = _changes(before, sections, reason)
-        chosen |= changed
-    half_s = 30 * sections["run"].max_minutes
-    asked = "eval_period_s" in values.keys() | given.keys()
-    if not asked and 0 < half_s < sections["evaluator"].eval_period_s:
-        chosen["eval_period_s"] = presets.Choice(half_s, "half of --max-minutes: one in any run")
-        sections = merged(sections, {"eval_period_s": half_s})
-    if given.get("resume", AUTO) != AUTO:
-        _check_resumable(changed)
-        sections = merged(sections, {"run_dir": given["resume"]})
-    return sections, chosen
-
-
-def _what_goes_on(given: dict[str, Any], part: Part) -> str:
-    """The run to resume, "" or AUTO: then nothing can go on, and the run is started."""
     resume = str(given.get("resume", ""))
-    if resume != AUTO:
-        return resume
-    if not given.get("run_dir"):
-        raise ConfigError(f"--resume {AUTO} needs --run-dir: the run that goes on, or is started")
-    run_dir = Path(given["run_dir"])
-    if (run_dir / "config.toml").is_file() and _has_more(run_dir, part):
+    auto = resume == AUTO
+    if auto:
+        resume = str(given.get("run_dir", ""))
+        if not resume:
+            raise ConfigError(f"--resume {AUTO} needs --run-dir: the run to resume, or to start")
+        if not ((Path(resume) / "config.toml").is_file() and _has_saved(Path(resume), part)):
+            return config
         given["resume"] = given.pop("run_dir")
-    return str(given["resume"])
+    if not resume:
+        return config
+    if not (part.learns or part.holds_replay):
+        raise ConfigError(
+            f"`zapex {command}` has nothing to resume and takes only --resume {AUTO}: --resume RUN "
+            "is for the learner and the replay"
+        )
+    if config and not auto:
+        raise ConfigError("--resume brings its own settings: leave --config out")
+    return str(run_directory(resume) / "config.toml")
 
 
-def _has_more(run_dir: Path, part: Part) -> bool:
-    """Whether this part of a run has something to go on with: a checkpoint, or saved memory."""
+def _has_saved(run_dir: Path, part: Part) -> bool:
+    """Whether this part of a run can be resumed: from a checkpoint, or a saved replay."""
     from zapex.checkpoints import file as checkpoint
     from zapex.run import keeping
 
@@ -240,38 +211,101 @@ def _has_more(run_dir: Path, part: Part) -> bool:
     return part.holds_replay and keeping.is_saved(run_dir)
 
 
-def _settings_file(config: str, resume: str, either: bool) -> str:
-    """Where settings come from besides flags and preset; "": nowhere. either: --resume auto."""
-    if resume in ("", AUTO):
-        return config
-    if config and not either:
-        raise ConfigError("--resume brings its own settings: leave --config out")
-    return str(run_directory(resume) / "config.toml")
+def check_trust(
+    path: str, values: Mapping[str, Any], given: Mapping[str, Any], trusted: bool
+) -> None:
+    """Ask before a module is imported that only a file of settings names.
+
+    Args:
+        path: the file, for the message.
+        values: its settings.
+        given: what the command line sets, which is trusted.
+        trusted: whether the user trusts the file.
+
+    Raises:
+        ConfigError: the user does not trust it.
+    """
+    stored = [values[name] for name in _RUNS_CODE if name in values.keys() - given]
+    modules = [text for text in _texts(stored) if ":" in text]
+    if trusted or not modules:
+        return
+    what = f"{path} names {', '.join(map(repr, modules))}, code on this machine that would be run"
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal and input(f"{what}. Run it? [y/N] ").strip().lower() in ("y", "yes"):
+        return
+    raise ConfigError(
+        f"{what}: check it first. If you trust it, give --trust, or name it with --env"
+    )
 
 
-def _check_resumable(changed: "dict[str, Choice]") -> None:
-    """Raise ConfigError if a resumed run would need another network or another directory."""
-    for name in ("env", "env_kwargs", "wrapper", *NETWORK_FIELDS, "run_dir"):
-        if name in changed:
-            raise ConfigError(
-                f"{flag_of(name)} cannot change in a run that goes on, got "
-                f"{changed[name].value!r}: leave it out, or start a new run"
-            )
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of a settings file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in [*value, *(value.values() if isinstance(value, dict) else ())]:
+            yield from _texts(part)
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any], reason: str) -> "dict[str, Choice]":
-    """Settings that differ, with one reason for all."""
-    from zapex.config.presets import Choice
+def actors_auto(args: list[str]) -> tuple[list[str], bool]:
+    """The words without `--actors auto`, and whether it was among them."""
+    rest: list[str] = []
+    found = False
+    for word in args:
+        if word == "auto" and rest[-1:] == ["--actors"]:
+            rest.pop()
+            found = True
+        elif word == "--actors=auto":
+            found = True
+        else:
+            rest.append(word)
+    return rest, found
 
-    return {
-        name: Choice(getattr(after[section], name), reason)
-        for name, (section, _) in FIELDS.items()
-        if getattr(after[section], name) != getattr(before[section], name)
+
+def cache_directory() -> Path:
+    """Where results of `zapex balance` on this machine are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _put_balance(
+    layers: "Layers", asked: Collection[str], spec: "EnvironmentSpec", machine: "Machine"
+) -> None:
+    """`--actors auto`: the actors that `zapex balance` found here; else the preset's."""
+    from zapex.config.layers import Choice
+    from zapex.studies import advice
+
+    config = layers.config()
+    report = advice.kept(advice.kept_at(cache_directory(), config, spec, machine))
+    if report is None:
+        reason = f"the preset's; `zapex balance {config.env.env}` has not run here yet"
+        layers.chosen["actors"] = Choice(config.actor.actors, reason)
+        return
+    found = {
+        name: report["advice"][name]
+        for name in ("actors", "envs_per_actor", "inference")
+        if name not in asked
     }
+    reason = f"`zapex balance{' --quick' if report['quick'] else ''}`, {report['time'][:10]}"
+    layers.put(found, reason)
+    layers.chosen["actors"] = Choice(layers["actors"], reason)
+
+
+def _machine(part: Part, asked: Mapping[str, Any], ask_torch: bool) -> "Machine":
+    """This machine; without GPUs if no role would use one. ask_torch: takes seconds."""
+    from zapex.machine import gpu
+    from zapex.machine.resources import Machine
+
+    machine = Machine.look(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    learns = part.learns and asked.get("device") != "cpu"
+    acting = asked.get("inference")
+    central = acting == "central" and asked.get("inference_device") != "cpu"
+    if not (learns or ("actor" in part.roles and (acting == "gpu" or central))):
+        return replace(machine, gpus=0)
+    return replace(machine, gpu=gpu.look()) if machine.gpus and ask_torch else machine
 
 
 def findings(run: Resolved, part: Part = PARTS["all"]) -> "list[Finding]":
-    """What the machine has for its part of this run and what it lacks."""
+    """What this machine has and lacks for its part of this run."""
     from zapex.config.presets import replay_bytes
     from zapex.run import preflight
 
@@ -294,23 +328,28 @@ def findings(run: Resolved, part: Part = PARTS["all"]) -> "list[Finding]":
 
 
 def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
-    """The settings with a run directory, once this machine has what its part needs."""
+    """The settings with a run directory, once this machine has what its part needs.
+
+    Prints where each role computes, and where each setting comes from.
+
+    Raises:
+        ConfigError, CheckpointError: the run cannot start.
+    """
     from zapex.config import places
-    from zapex.config.presets import explain
+    from zapex.config.layers import explain
     from zapex.run import directory, preflight
     from zapex.watch import visdom
     from zapex.watch.terminal import print_table
 
     config = run.config
     if config.run.resume == AUTO:
-        # What a former start has left there can go on with nothing.
         moved = directory.set_aside(Path(config.run.run_dir))
         if moved is not None:
-            print(f"{config.run.run_dir} has nothing to resume from: it is {moved} now", flush=True)
+            print(f"{config.run.run_dir} has nothing to resume from: moved to {moved}", flush=True)
         config = config.replace(resume="")
         _check_writable(Path(config.run.run_dir))
     elif config.run.resume:
-        _check_can_go_on(Path(config.run.resume), run, part)
+        _check_resumable(Path(config.run.resume), run, part)
     else:
         new = _new_run_directory(config, "" if part.learns else part.name)
         config = config.replace(run_dir=str(new))
@@ -319,9 +358,9 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     if part.learns and config.run.visdom:
         visdom.check(config.run.visdom)
     preflight.demand(findings(run, part))
-    found = run.machine.gpu
-    if found is not None and found.problem:
-        text = f"WARNING: the learner uses the CPU. {found}; to mend it: {found.mend}"
+    gpu = run.machine.gpu
+    if gpu is not None and gpu.problem:
+        text = f"WARNING: the learner uses the CPU. {gpu}; to fix it: {gpu.mend}"
         print(text, file=sys.stderr, flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no role may try it
     own = {name: choice for name, choice in run.chosen.items() if _concerns(part, name)}
@@ -332,7 +371,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
 
 
 def _concerns(part: Part, name: str) -> bool:
-    """Whether a role of this part uses the setting; its host prints no others."""
+    """Whether a role of this part uses the setting, so that its host prints it."""
     section, _ = FIELDS[name]
     if part.holds_replay and (section == "replay" or name == "actors"):
         return True  # the replay's host numbers the actors of all hosts
@@ -340,7 +379,7 @@ def _concerns(part: Part, name: str) -> bool:
 
 
 def run_directory(text: str) -> Path:
-    """The directory of a run that exists."""
+    """The directory of an existing run. Raises ConfigError."""
     path = Path(text)
     if not (path / "config.toml").is_file():
         runs = [p.parent.name for p in path.parent.glob("*/config.toml")]
@@ -351,13 +390,13 @@ def run_directory(text: str) -> Path:
 
 
 def _new_run_directory(config: Config, part: str) -> Path:
-    """The directory of a new run, or of a part of one; refuses one that exists."""
+    """The directory of a new run, or of a part of one. Raises ConfigError if it exists."""
     env, run = config.env.env.replace("/", "-"), config.run
     now = time.strftime("%Y%m%d-%H%M%S")
     path = Path(run.run_dir or f"runs/{env}__{run.exp}__{run.seed}__{now}{part and '__' + part}")
     if path.exists():
         raise ConfigError(
-            f"--run-dir must be new, and {path} exists: choose another, or go on with "
+            f"--run-dir must be new, and {path} exists: choose another, or continue with "
             f"`zapex train --resume {path}`"
         )
     _check_writable(path)
@@ -365,7 +404,7 @@ def _new_run_directory(config: Config, part: str) -> Path:
 
 
 def _check_writable(directory: Path) -> None:
-    """Raise ConfigError if this new directory cannot be made; leaves nothing behind."""
+    """Raise ConfigError if this new directory cannot be created; leaves nothing behind."""
     top = directory
     while not top.parent.exists():
         top = top.parent
@@ -374,18 +413,18 @@ def _check_writable(directory: Path) -> None:
         top.rmdir()
     except OSError as error:
         raise ConfigError(
-            f"--run-dir {directory} cannot be made: {error.strerror}; choose another"
+            f"--run-dir {directory} cannot be created: {error.strerror}; choose another"
         ) from None
 
 
-def _check_can_go_on(run_dir: Path, run: Resolved, part: Part) -> None:
-    """Raise CheckpointError if what is needed is missing, damaged, or of other settings."""
+def _check_resumable(run_dir: Path, run: Resolved, part: Part) -> None:
+    """Raise CheckpointError if what the run needs is missing, damaged or of other settings."""
     from zapex.checkpoints import file as checkpoint
     from zapex.checkpoints import network
 
-    if not _has_more(run_dir, part) and not part.learns:
+    if not _has_saved(run_dir, part) and not part.learns:
         raise CheckpointError(
-            f"{run_dir} has no saved memory to resume from (--save-replay stop saves it): start a "
+            f"{run_dir} has no saved replay to resume from (--save-replay stop saves it): start a "
             "new run"
         )
     if not part.learns:

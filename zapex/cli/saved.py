@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import run_directory
-from zapex.cli.trust import check_trust
-from zapex.config.learner import LearnerConfig
-from zapex.config.settings import Config
+from zapex.cli.resolve import check_trust, run_directory
+from zapex.config.settings import Config, LearnerConfig
 from zapex.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zapex.cli.auto import cache_directory
 from zapex.cli.flags import check_outputs
-from zapex.cli.resolve import Options, Resolved, resolve
+from zapex.cli.resolve import Options, Resolved, cache_directory, resolve
 from zapex.errors import ConfigError
 
 FIRST = (

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zapex.config.fields import SettingsGroup, bounded
+from zapex.config.fields import SettingsGroup, setting
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
 
 
 class _Table(SettingsGroup):
     @staticmethod
-    def said(name: str) -> str:  # these are no flags
+    def label(name: str) -> str:  # not a flag
         return name
 
 
@@ -21,11 +21,11 @@ class _Table(SettingsGroup):
 class HostTable(_Table):
     """What one host of a role needs."""
 
-    cores: int = bounded(2, low=1)
+    cores: int = setting(2, low=1)
     """Cores of the host."""
-    memory_gb: int = bounded(0, low=0)
+    memory_gb: int = setting(0, low=0)
     """Memory in GiB; 0: what the settings need."""
-    gpus: int = bounded(0, low=0)
+    gpus: int = setting(0, low=0)
     """GPUs of the host."""
     options: str = ""
     """More options of sbatch for this role's job, such as "--partition=gpu"."""
@@ -35,9 +35,9 @@ class HostTable(_Table):
 class ActorTable(HostTable):
     """The actor hosts."""
 
-    hosts: int = bounded(1, low=1, high=10_000)
+    hosts: int = setting(1, low=1, high=10_000)
     """How many hosts."""
-    actors: int = bounded(0, low=0)
+    actors: int = setting(0, low=0)
     """Actors of a host; 0: one a core, less one core for the relay."""
 
 
@@ -48,11 +48,11 @@ class ClusterTable(_Table):
     replay: HostTable = field(default_factory=HostTable)
     learner: HostTable = field(default_factory=HostTable)
     actor: ActorTable = field(default_factory=ActorTable)
-    shards: int = bounded(1, low=1, high=128)
+    shards: int = setting(1, low=1, high=128)
     """Replay hosts, each with the needs of `replay`."""
     with_learner: bool = False
     """Put the learner on the replay's host, which then has the learner's needs."""
-    port: int = bounded(0, low=0, high=65_535)
+    port: int = setting(0, low=0, high=65_535)
     """The replay's port; 0: one that is free."""
 
 
@@ -60,9 +60,9 @@ class ClusterTable(_Table):
 class SlurmTable(ClusterTable):
     """Jobs of SLURM."""
 
-    minutes: int = bounded(0, low=0)
+    minutes: int = setting(0, low=0)
     """The time limit of each job; 0: the partition's."""
-    signal_s: int = bounded(120, low=10, high=3600)
+    signal_s: int = setting(120, low=10, high=3600)
     """So long before the time limit a job saves, and asks to be started again."""
     options: str = ""
     """More options of sbatch for all jobs, such as "--account=a --partition=p"."""
@@ -78,7 +78,7 @@ class KubernetesTable(ClusterTable):
     """The container image; `Containerfile` makes it."""
     namespace: str = "default"
     """The namespace of all objects."""
-    storage_gb: int = bounded(10, low=1)
+    storage_gb: int = setting(10, low=1)
     """Size of the volume with the learner's run directory, in GiB."""
     storage_class: str = ""
     """Its storage class; empty: the cluster's default."""
@@ -92,9 +92,9 @@ class RayTable(ClusterTable):
 
     address: str = "auto"
     """Of the Ray cluster."""
-    wait_s: int = bounded(120, low=1)
+    wait_s: int = setting(120, low=1)
     """How long replay and learner may wait for a place, in seconds."""
-    most_hosts: int = bounded(0, low=0, high=10_000)
+    most_hosts: int = setting(0, low=0, high=10_000)
     """Actor hosts follow the cluster's size up to this number; 0: as many as `hosts`."""
 
 

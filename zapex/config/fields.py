@@ -17,7 +17,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def bounded(
+def setting(
     default: Any,
     *,
     low: float | None = None,
@@ -87,8 +87,8 @@ class SettingsGroup:
     """Types and ranges are checked here, once for all sections."""
 
     @staticmethod
-    def said(name: str) -> str:
-        """A field's name in messages."""
+    def label(name: str) -> str:
+        """A field's name in error messages."""
         return flag_of(name)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class SettingsGroup:
                 elif high is not None and value > high:
                     problem = f"at most {high:,}"
             if problem is not None:
-                raise ConfigError(f"{self.said(spec.name)} must be {problem}, got {value!r}")
+                raise ConfigError(f"{self.label(spec.name)} must be {problem}, got {value!r}")
             if hints[spec.name] is float:  # 1 and 1.0 are one setting, also in JSON
                 object.__setattr__(self, spec.name, float(value))
 

@@ -1,45 +1,42 @@
-"""Where each role computes and in which precision, as the first lines of a run say it."""
+"""The device and precision of each role, as the first lines of a run print them."""
 
 from collections.abc import Collection
 
 from zapex.config.settings import Config
 from zapex.machine.resources import Machine
 
-_SLOW = "; this CPU has no instructions for it, which is slow"
+_SLOW = " (slow: this CPU has no instructions for it)"
 
 
 def learner_device(config: Config, machine: Machine) -> str:
     """ "cuda" or "cpu": `--device auto` takes a GPU that torch can use."""
-    asked = config.learner.device
-    return asked if asked != "auto" else "cuda" if machine.learns_on_gpu else "cpu"
+    return _device(config.learner.device, machine)
 
 
-def inference_device(config: Config, machine: Machine) -> str:
-    """ "cuda" or "cpu": where the role of `--inference central` computes."""
-    asked = config.actor.inference_device
+def _device(asked: str, machine: Machine) -> str:
     return asked if asked != "auto" else "cuda" if machine.learns_on_gpu else "cpu"
 
 
 def describe(config: Config, machine: Machine, roles: Collection[str], image: bool) -> list[str]:
-    """A line for each of `roles` that computes with the network. image: it sees pictures."""
+    """A line for each of `roles` that uses the network. image: whether observations are images."""
     lines = []
     if "actor" in roles:
         precision = config.actor.actor_precision
         central = config.actor.inference == "central"
         if config.actor.inference == "gpu" or (
-            central and inference_device(config, machine) == "cuda"
+            central and _device(config.actor.inference_device, machine) == "cuda"
         ):
             where = f"{machine.gpu or 'GPU'}, {_on_gpu(precision, machine, image)}"
         else:
             where = f"CPU, {_on_cpu(precision, machine, image)}"
-        lines.append(f"actors: {where}" + (", one role for all of them" if central else ""))
+        lines.append(f"actors: {where}" + (", one process for all of them" if central else ""))
     if "learner" in roles:
         precision = config.learner.precision
         if learner_device(config, machine) == "cuda":
             gpu = machine.gpu or "GPU"
             lines.append(f"learner: {gpu}, {_on_gpu(precision, machine, image)}")
         else:
-            threads = "" if config.learner.learner_threads else ", threads as cores idle"
+            threads = "" if config.learner.learner_threads else ", threads as cores become idle"
             lines.append(f"learner: CPU, {_on_cpu(precision, machine, image)}{threads}")
     if "evaluator" in roles and config.evaluator.eval_period_s:
         lines.append(f"evaluator: CPU, {_on_cpu(config.actor.actor_precision, machine, image)}")

@@ -1,72 +1,65 @@
-"""Values that suit a machine and a task, each with its reason."""
+"""Presets: settings that suit a machine and a task, each with its reason."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from zapex.chunks.layout import HEADER_WORDS, ChunkLayout
 from zapex.chunks.schema import Schema
-from zapex.config.fields import flag_of
-from zapex.config.settings import Config
+from zapex.config.layers import Choice
+from zapex.config.settings import Config, RunConfig
 from zapex.errors import ConfigError
 from zapex.machine.resources import Machine
 
 _MEMORY_SHARE = 0.40
-"""The share of free memory that a preset gives to the replay; a machine has other work too."""
+"""Share of free memory that a preset gives to the replay; the machine has other work too."""
 _MOST_MEMORY_SHARE = 0.85
-"""The share of free memory that a replay may take on request; processes need the rest."""
+"""Share of free memory that a replay may take on request; processes need the rest."""
 PROCESS_BYTES = 300 << 20
-"""A role's private memory with torch and the emulators: 220 MiB and up."""
+"""Private memory of a role with torch and the emulators: 220 MiB and more."""
 LIGHT_PROCESS_BYTES = 150 << 20
-"""An actor's without torch, whose values another role computes."""
+"""Private memory of an actor without torch, with --inference central."""
 _MANY_ACTORS = 16
-"""Above this, a memory of two millions would turn over faster than the target network."""
+"""With more, a replay of two million would turn over faster than the target network changes."""
 _LEAST = {"learning_starts": 1, "batch_size": 1}
 _REUSE = 8.0
-"""Samples per insert where the memory cannot grow with the actors: a usual value for DQN."""
+"""Samples per insert where the replay cannot grow with the actors: a usual value for DQN."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the choice depends on besides the machine; `schema` is the environment's."""
+    """What a preset depends on besides the machine; `schema` is the environment's."""
 
     schema: Schema
     atari: bool
 
     @property
     def image(self) -> bool:
-        """Whether observations are pictures: then the network is convolutional, and slow."""
+        """Whether observations are images, so that the network is convolutional, and slow."""
         return any(len(column.value_shape) == 3 for column in self.schema.obs_columns.values())
-
-
-class Choice(NamedTuple):
-    """A value and why it was chosen."""
-
-    value: Any
-    reason: str
 
 
 @dataclass(frozen=True)
 class Host:
-    """The machine, and the name of the part of a run that it has, as in zapex.host.parts."""
+    """The machine, and the name of the part of the run that it has, as in zapex.host.parts."""
 
     machine: Machine
     part: str = "all"
 
     @property
     def replay_share(self) -> int:
-        """The memory that a preset gives to the replay, beside the other processes of a run."""
+        """Bytes that a preset gives to the replay."""
         return int(_MEMORY_SHARE * self.machine.memory_bytes)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the experience of actors of other hosts is kept here."""
+        """Whether this host keeps the experience of other hosts' actors."""
         return self.part.startswith("replay") or self.part == "learner over redis"
 
     @property
     def most_actors(self) -> int:
-        """As many as fit in the same share of memory, with the other roles."""
+        """The most actors that fit in the same share of memory, with the other roles."""
         return max(1, self.replay_share // PROCESS_BYTES - 4)
 
 
@@ -74,12 +67,12 @@ Rule = tuple[Any | Callable[[Host], Any], str]
 
 
 def _workstation_actors(host: Host) -> int:
-    """Those of this host; for the replay's host the most of all hosts together."""
+    """Actors of this host; for the replay's host, the most on all hosts together."""
     cores = host.machine.cores
     if host.keeps_all:
         return max(32, 2 * cores)
     if host.part == "learner":
-        return 1  # it has none
+        return 1  # it runs none
     if host.part.startswith("actor"):  # the relay takes one core, or on many cores a few
         wanted = cores if cores <= 4 else cores - min(3, -(-cores // 16))
     elif host.machine.learns_on_gpu:
@@ -98,16 +91,16 @@ def _laptop_actors(host: Host) -> int:
 
 
 def _learner_threads(host: Host) -> int:
-    """0 is a trial at the start, and then one more for each core that idles."""
+    """0: a trial at the start, then one more for each idle core."""
     return 1 if host.machine.learns_on_gpu else 0
 
 
 def _large_capacity(host: Host) -> int:
-    """The paper's two millions, for each sixteen actors."""
+    """The paper's two million, for each sixteen actors."""
     return max(2_000_000, 125_000 * _workstation_actors(host))
 
 
-_TINY = "tiny: it only shows that everything runs"
+_TINY = "tiny: only shows that everything runs"
 _TINY_RUN: dict[str, Rule] = {
     "actors": (1, _TINY),
     "envs_per_actor": (2, _TINY),
@@ -118,7 +111,7 @@ _TINY_RUN: dict[str, Rule] = {
 _ONE_THREAD: dict[str, Rule] = {
     "env_threads": (1, "two roles on two cores: more threads would compete"),
     "actor_threads": (1, "two roles on two cores: more threads would compete"),
-    "learner_threads": (1, "two torch threads beside busy actors are slower than one"),
+    "learner_threads": (1, "two torch threads next to busy actors are slower than one"),
 }
 _SMALL_TASK: dict[str, Rule] = {
     "envs_per_actor": (8, "one forward pass for several environments"),
@@ -131,7 +124,7 @@ _VECTOR_LEARNING: dict[str, Rule] = {
     "optimiser_eps": (1e-8, "Adam's usual"),
     "loss": ("huber", "rewards are not clipped here"),
     "max_grad_norm": (10.0, "rewards are not clipped here"),
-    "target_period": (250, "short episodes: the target network may follow quickly"),
+    "target_period": (250, "episodes are short: the target network can follow quickly"),
     "hidden": (128, "few inputs, so a small network is enough"),
     "param_period": (16, "episodes are short"),
     "publish_period_s": (0.1, "parameters are small"),
@@ -144,18 +137,18 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "envs_per_actor": (32, "one forward pass for many environments"),
         "capacity": (500_000, "more than an evening's experience on two cores"),
         "learning_starts": (10_000, "seconds of experience instead of minutes"),
-        "batch_size": (64, "as fast a sample as in larger batches, and more updates"),
+        "batch_size": (64, "as fast per sample as larger batches, with more updates"),
         "n_step": (5, "between 3 and 7: 7 learned faster at first, 3 reached more"),
         "optimiser": ("adam", "learns from fewer batches than RMSProp"),
         "lr": (2e-4, "with Adam, in a short run"),
         "optimiser_eps": (1e-6, "1.5e-4 learned Breakout many times slower: gradients are small"),
         "target_period": (300, "4 to 12 seconds; 1,000 learned Boxing more slowly"),
         "loss": ("huber", "large errors early on do not dominate"),
-        "hidden": (256, "the paper's 512 takes half as long again"),
-        "channels": (16, "half of the paper's filters: twice as many samples a second"),
+        "hidden": (256, "the paper's 512 takes 1.5 times as long"),
+        "channels": (16, "half of the paper's filters: twice the samples per second"),
         "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
         **_ONE_THREAD,
-        "learner_threads": (_learner_threads, "0: tried at the start, then as cores idle"),
+        "learner_threads": (_learner_threads, "0: tried at the start, then one per idle core"),
     },
     ("laptop", "vector"): {
         "actors": (1, "one core acts, the other learns"),
@@ -166,15 +159,15 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         **_ONE_THREAD,
     },
     ("workstation", "image"): {
-        "actors": (_workstation_actors, "one a core, less what the other roles here need"),
+        "actors": (_workstation_actors, "one per core, minus what the other roles need"),
         "envs_per_actor": (16, "one forward pass for many environments"),
         "capacity": (_large_capacity, "the paper's, for each sixteen actors"),
-        "learning_starts": (20_000, "fewer actors than the paper's need longer for its 50,000"),
-        "prefetch": (4, "the next batch is gathered or unpacked during a step, on a GPU, too"),
+        "learning_starts": (20_000, "fewer actors than the paper's take longer to fill 50,000"),
+        "prefetch": (4, "the next batch is gathered or unpacked during a step, also on a GPU"),
         "eval_period_s": (300.0, "often enough for a curve"),
-        "env_threads": (1, "actors have a core each"),
-        "actor_threads": (1, "actors have a core each"),
-        "learner_threads": (_learner_threads, "1 beside a GPU; 0: tried, then as cores idle"),
+        "env_threads": (1, "each actor has its own core"),
+        "actor_threads": (1, "each actor has its own core"),
+        "learner_threads": (_learner_threads, "1 with a GPU; 0: tried, then one per idle core"),
     },
     ("workstation", "vector"): {
         "actors": (_few_actors, "small tasks need few"),
@@ -182,8 +175,8 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "learning_starts": (2_000, "a second of experience"),
         **_SMALL_TASK,
         **_VECTOR_LEARNING,
-        "env_threads": (1, "actors have a core each"),
-        "actor_threads": (1, "actors have a core each"),
+        "env_threads": (1, "each actor has its own core"),
+        "actor_threads": (1, "each actor has its own core"),
         "learner_threads": (1, "small networks gain nothing from more"),
     },
     ("smoke", "image"): {
@@ -204,7 +197,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
     ("paper", "image"): {},
     ("paper", "vector"): {},
 }
-"""(preset, kind of observation) -> flat setting -> (value or how to find it, reason)."""
+"""(preset, kind of observation) -> setting -> (value or a function of the host, reason)."""
 
 SEEN: dict[tuple[str, str], tuple[float, float]] = {
     ("laptop", "ALE/Breakout-v5"): (20, 34),
@@ -214,14 +207,14 @@ SEEN: dict[tuple[str, str], tuple[float, float]] = {
     ("laptop", "ALE/SpaceInvaders-v5"): (20, 738),
     ("laptop", "CartPole-v1"): (0.5, 500),
 }
-"""Evaluations on two cores, of several runs: minutes and mean, from benchmarks/results."""
-_FRAMES_PER_MINUTE = 580_000  # of a game on those two cores, acting and learning
+"""Measured on two cores, over several runs: minutes and mean return."""
+_FRAMES_PER_MINUTE = 580_000  # of an Atari game on those two cores, acting and learning
 
 
 def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
-    """What to expect of a run of so many minutes (0: no limit), from measurements."""
+    """What to expect of a run of `minutes` (0: no limit), from measurements."""
     if preset != "laptop":
-        return "What to expect: this preset was not measured; the run shows its speed."
+        return "What to expect: not measured for this preset; the run shows its speed."
     seen = SEEN.get((preset, env_id))
     if seen:
         reached, value = seen
@@ -237,10 +230,20 @@ def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
 
 
 def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict[str, Choice]:
-    """Values by setting name, for `Config.replace`; `auto` becomes a named preset.
+    """A preset's values by setting name; `auto` becomes a named preset.
 
-    part: of a run on several hosts. What the hosts must agree on does not depend on the machine.
+    What the hosts of a run must agree on does not depend on the machine.
+
+    Args:
+        preset: a name, or "auto".
+        task: the environment's schema and kind.
+        machine: this host.
+        part: the part of a run on several hosts that runs here.
+
+    Raises:
+        ConfigError: no preset has this name.
     """
+    RunConfig(preset=preset)  # type: ignore[arg-type]
     chosen: dict[str, Choice] = {}
     host = Host(machine, part)
     if preset == "auto" and part != "all":
@@ -254,7 +257,7 @@ def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict
     for name, (value, reason) in table.items():
         chosen[name] = Choice(value(host) if callable(value) else value, reason)
     if task.atari:
-        chosen["reward_clip"] = Choice(True, "Atari's scores differ a thousandfold between games")
+        chosen["reward_clip"] = Choice(True, "Atari scores differ a thousandfold between games")
     else:
         chosen["reward_clip"] = Choice(False, "clipping is customary for Atari")
     if chosen["preset"].value == "paper":
@@ -267,10 +270,10 @@ def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict
 
 
 def _within_memory(task: Task, host: Host, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
-    """The capacity that was asked for, or what the memory share holds, and what follows from it.
+    """The preset's capacity, or what the memory share holds, and what follows from it.
 
-    A transition that is drawn at least twice as often as a batch for each target network lasts
-    two target networks: capacity >= 2 x batch x target period / samples per insert.
+    A transition must outlast two target networks:
+    capacity >= 2 x batch x target period / samples per insert.
     """
     wanted, actors = chosen["capacity"], chosen["actors"].value
     free_bytes = host.machine.memory_bytes
@@ -292,7 +295,7 @@ def _within_memory(task: Task, host: Host, chosen: Mapping[str, Choice]) -> dict
 
 
 def replay_bytes(schema: Schema, config: Config) -> int:
-    """Shared memory that the run's experience needs: slots, their headers, and the sum tree."""
+    """Bytes of shared memory for the run's experience: slots, their headers, and the sum tree."""
     chunk = config.chunk_transitions
     slot_bytes = ChunkLayout(schema, chunk).body_bytes + 8 * HEADER_WORDS + 10 * chunk
     return config.slots * slot_bytes
@@ -317,9 +320,9 @@ def _capacity_in(share_bytes: int, schema: Schema, config: Config) -> int:
 
 
 def check_memory(config: Config, schema: Schema, machine: Machine) -> None:
-    """Raises ConfigError if the replay does not fit, and names the capacity that would.
+    """Raise ConfigError if the replay does not fit; it names a capacity that does.
 
-    Reserved huge pages do not count as free memory; they are checked before the start.
+    Huge pages are reserved and don't count as free memory; preflight checks them.
     """
     if config.replay.huge_pages:
         return
@@ -328,20 +331,9 @@ def check_memory(config: Config, schema: Schema, machine: Machine) -> None:
     if needed <= room:
         return
     fitting = _capacity_in(room, schema, config)
-    mend = f"--capacity {fitting} fits" if fitting >= 2 else "use fewer --actors"
+    hint = f"--capacity {fitting} fits" if fitting >= 2 else "use fewer --actors"
     raise ConfigError(
         f"--capacity {config.replay.capacity:,} needs {needed / 2**30:.2f} GiB of shared memory, "
-        f"and {room / 2**30:.2f} GiB may be taken here ({_MOST_MEMORY_SHARE:.0%} of what is "
-        f"free): {mend}"
+        f"and {room / 2**30:.2f} GiB are available ({_MOST_MEMORY_SHARE:.0%} of free memory): "
+        f"{hint}"
     )
-
-
-def explain(chosen: Mapping[str, Choice]) -> str:
-    """The settings as a table of lines: flag, value, reason."""
-    rows = [(flag_of(name), _show(value), reason) for name, (value, reason) in chosen.items()]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
-
-
-def _show(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

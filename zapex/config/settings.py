@@ -1,8 +1,8 @@
-"""The settings of a run: one frozen dataclass for each group, checked when made; no I/O.
+"""The settings of a run: one frozen dataclass per section, checked when constructed; no I/O.
 
 The defaults are Ape-X's own values (Horgan et al., arXiv 1803.00933), the preset `paper`. Field
-names are unique over all sections, because each is also a flag: `batch_size` is `--batch-size`.
-The text under a field is its help.
+names are unique over all sections because each is also a flag: `batch_size` is `--batch-size`. The
+text under a field is its help.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ from typing import Any, Literal, Self
 
 from zapex.chunks.sizes import chunk_length, slots_needed
 from zapex.config import clusters
-from zapex.config.fields import SettingsGroup, bounded, check_path, parse_count, toml_value
-from zapex.config.learner import LearnerConfig
+from zapex.config.fields import SettingsGroup, check_path, parse_count, setting, toml_value
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
 
@@ -27,18 +26,18 @@ _MAX_SLOTS = 1 << 19
 
 @dataclass(frozen=True)
 class EnvConfig(SettingsGroup):
-    """What is played."""
+    """Environment."""
 
     env: str = "ALE/Breakout-v5"
-    """Environment: a Gymnasium id, or module:Id, or module:callable."""
+    """The environment: a Gymnasium id, module:Id or module:callable."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for the environment's constructor."""
     wrapper: list[str] = field(default_factory=list)
-    """A wrapper as module:Class; give the flag once for each, the innermost first."""
-    max_episode_frames: int = bounded(108_000, low=0)
+    """A wrapper, as module:Class; repeat the flag for several, innermost first."""
+    max_episode_frames: int = setting(108_000, low=0)
     """Cut an episode after this many frames; 0: never."""
     reward_clip: bool = True
-    """Learn from rewards clipped to [-1, 1]; scores are reported as the game gives them."""
+    """Learn from rewards clipped to [-1, 1]; reported scores are never clipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,129 +51,204 @@ class EnvConfig(SettingsGroup):
 
 @dataclass(frozen=True)
 class ActorConfig(SettingsGroup):
-    """Who plays, and how greedily."""
+    """Actors and exploration."""
 
-    actors: int = bounded(8, low=1, high=4096, local=True)
-    """Actor processes of this host; `auto`: as `zapex balance` has found. For `zapex replay`:
-    the most on all hosts together."""
-    envs_per_actor: int = bounded(16, low=1, high=4096)
-    """Environments that one actor steps in lockstep."""
-    param_period: int = bounded(400, low=1)
-    """Frames of one stream between two pulls of parameters."""
-    eps_base: float = bounded(0.4, low=0.0, high=1.0)
-    """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the base."""
-    eps_alpha: float = bounded(7.0, low=0.0)
-    """Exploration of stream i of N is base^(1 + alpha i/(N-1)): the alpha."""
+    actors: int = setting(8, low=1, high=4096, local=True)
+    """Actor processes on this host; auto: what `zapex balance` found. For `zapex replay`: the most
+    actors on all hosts together."""
+    envs_per_actor: int = setting(16, low=1, high=4096)
+    """Environments that each actor steps in lockstep."""
+    param_period: int = setting(400, low=1)
+    """Frames of one environment between two updates of an actor's parameters."""
+    eps_base: float = setting(0.4, low=0.0, high=1.0)
+    """Base of the exploration ladder: stream i of N explores with base^(1 + alpha i/(N-1))."""
+    eps_alpha: float = setting(7.0, low=0.0)
+    """Alpha of the exploration ladder: stream i of N explores with base^(1 + alpha i/(N-1))."""
     exploration: Literal["ladder", "linear"] = "ladder"
-    """Ape-X's ladder over the streams, or for all streams a line from 1 to --eps-end."""
-    eps_end: float = bounded(0.01, low=0.0, high=1.0)
-    """With --exploration linear: where the line ends."""
-    exploration_frames: int = bounded(1_000_000, low=1)
-    """With --exploration linear: after how many frames of the run it ends."""
-    max_chunk_age_steps: int = bounded(128, low=1)
-    """Hand a chunk over after this many steps even when it is not full."""
-    env_threads: int = bounded(1, low=1, local=True)
+    """Ape-X's ladder over the environments, or one line for all, from 1 down to --eps-end."""
+    eps_end: float = setting(0.01, low=0.0, high=1.0)
+    """With --exploration linear: the final value."""
+    exploration_frames: int = setting(1_000_000, low=1)
+    """With --exploration linear: frames of the run until the final value."""
+    max_chunk_age_steps: int = setting(128, low=1)
+    """Send a chunk after this many steps even if it is not full."""
+    env_threads: int = setting(1, low=1, local=True)
     """Threads that step the environments of one actor."""
-    actor_threads: int = bounded(1, low=1, local=True)
-    """Threads of one actor's forward pass on a CPU, or of the role of `--inference central`."""
-    inference: Literal["cpu", "gpu", "central"] = bounded("cpu", local=True)
-    """Where actors compute: gpu is one forward pass there for all streams of an actor; central, one
-    role computes for all actors of this host, which then load no torch."""
-    inference_device: Literal["auto", "cpu", "cuda"] = bounded("auto", local=True)
-    """Where the role of `--inference central` computes."""
-    actor_precision: Literal["auto", "float32", "bfloat16"] = bounded("auto", local=True)
+    actor_threads: int = setting(1, low=1, local=True)
+    """Threads for the forward pass of one actor on a CPU, or of the inference process with
+    --inference central."""
+    inference: Literal["cpu", "gpu", "central"] = setting("cpu", local=True)
+    """Where actors compute. gpu: each actor on the GPU. central: one process computes for all
+    actors of this host, which then don't load torch."""
+    inference_device: Literal["auto", "cpu", "cuda"] = setting("auto", local=True)
+    """Device of the inference process with --inference central."""
+    actor_precision: Literal["auto", "float32", "bfloat16"] = setting("auto", local=True)
     """Precision of the convolutions when acting."""
 
 
 @dataclass(frozen=True)
 class ReplayConfig(SettingsGroup):
-    """What the replay keeps, and how it draws."""
+    """Replay."""
 
-    capacity: int = bounded(2_000_000, low=2, replays=True)
-    """Transitions kept; only the replay's host uses it."""
-    alpha: float = bounded(0.6, low=0.0)
-    """Leaf = (|priority| + eps)^alpha; 0 draws uniformly."""
-    beta: float = bounded(0.4, low=0.0)
-    """Importance weights = (N q)^-beta."""
+    capacity: int = setting(2_000_000, low=2, replays=True)
+    """Transitions to keep; only the replay's host uses it."""
+    alpha: float = setting(0.6, low=0.0)
+    """Exponent of priorities: a transition is drawn in proportion to (|priority| + eps)^alpha; 0:
+    uniformly."""
+    beta: float = setting(0.4, low=0.0)
+    """Exponent of importance weights: (N q)^-beta."""
     initial_priority: Literal["actor", "max"] = "actor"
-    """A new transition's: the TD error of the actor's own values (Ape-X), or the largest so far."""
-    priority_eps: float = bounded(1e-6, above=0.0)
+    """Priority of a new transition. actor: the TD error of the actor's own values (Ape-X). max: the
+    largest so far."""
+    priority_eps: float = setting(1e-6, above=0.0)
     """Added to each |priority|, so that every transition can be drawn."""
-    n_step: int = bounded(3, low=1, high=64)
+    n_step: int = setting(3, low=1, high=64)
     """Steps whose rewards are summed before bootstrapping."""
-    gamma: float = bounded(0.99, low=0.0, high=1.0)
-    """Discount of one step."""
-    learning_starts: int = bounded(50_000, low=1)
-    """Transitions that the replay must hold before the first is drawn."""
-    samples_per_insert: float = bounded(0.0, low=0.0, replays=True)
-    """How often a transition is drawn on average; 0: no limit. Only the replay's host uses it."""
-    samples_per_insert_tolerance: int = bounded(0, low=0, replays=True)
+    gamma: float = setting(0.99, low=0.0, high=1.0)
+    """Discount per step."""
+    learning_starts: int = setting(50_000, low=1)
+    """Transitions in the replay before learning starts."""
+    samples_per_insert: float = setting(0.0, low=0.0, replays=True)
+    """How often each transition is drawn on average; 0: no limit. Only the replay's host uses
+    it."""
+    samples_per_insert_tolerance: int = setting(0, low=0, replays=True)
     """Samples by which that ratio may be off; 0: twice the least that cannot deadlock."""
     sampling: Literal["stratified", "independent"] = "stratified"
     """How a batch is drawn."""
-    prefetch: int = bounded(2, low=1, high=64)
-    """Batches asked for ahead; from 3 on (on a GPU 4), the next is gathered or unpacked during a
-    step."""
-    save_replay: Literal["never", "stop", "always"] = bounded("never", local=True)
-    """Save the memory in the run's directory when the run ends, or at every checkpoint too, so that
-    --resume goes on with it; a full one takes as much disk as memory. Only the replay's host uses
-    it."""
-    huge_pages: bool = bounded(False, local=True)
-    """Keep the memory in huge pages, which must be reserved before (zapex doctor says how)."""
+    prefetch: int = setting(2, low=1, high=64)
+    """Batches requested ahead. From 3 (on a GPU 4), the next batch is gathered or unpacked during a
+    learning step."""
+    save_replay: Literal["never", "stop", "always"] = setting("never", local=True)
+    """Save the replay's contents in the run directory when the run ends, or also at every
+    checkpoint, so that --resume continues with them; takes as much disk as memory. Only the
+    replay's host uses it."""
+    huge_pages: bool = setting(False, local=True)
+    """Keep the replay in huge pages, which must be reserved first (see `zapex doctor`)."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig(SettingsGroup):
+    """Learner."""
+
+    batch_size: int = setting(512, low=1, high=1 << 16)
+    """Transitions per batch."""
+    lr: float = setting(0.00025 / 4, above=0.0)
+    """Learning rate."""
+    optimiser: Literal["rmsprop", "adam"] = "rmsprop"
+    """Centred RMSProp (the paper's) or Adam."""
+    rmsprop_decay: float = setting(0.95, low=0.0, high=1.0)
+    """Decay of RMSProp's averages."""
+    optimiser_eps: float = setting(1.5e-7, above=0.0)
+    """Added to the optimiser's denominator."""
+    max_grad_norm: float = setting(40.0, low=0.0)
+    """Clip gradients to this norm; 0: never."""
+    target_period: int = setting(2_500, low=1)
+    """Batches between two updates of the target network."""
+    publish_period_s: float = setting(1.0, low=0.0)
+    """Minimum seconds between two publications of parameters; 0: after each batch."""
+    hidden: int = setting(512, low=1, high=1 << 14)
+    """Width of the hidden layer of each head."""
+    channels: int = setting(32, low=1, high=1 << 10)
+    """Filters of an image network's first convolution; the others have twice as many."""
+    network: str = "nature"
+    """nature (a CNN for images, else a dense layer), impala, or a custom network, as
+    module:Class."""
+    dueling: bool = True
+    """Separate streams for the state's value and the actions' advantages."""
+    layer_norm: bool = False
+    """Normalise the output of each layer, before its ReLU."""
+    max_pool: int = setting(0, low=0, high=256)
+    """Pool the output of the convolutions to a square of this side; 0: don't."""
+    double: bool = True
+    """Double DQN: the online network chooses the action of the target."""
+    munchausen: bool = False
+    """Munchausen DQN targets (Vieillard et al. 2020), instead of --double."""
+    loss: str = "squared"
+    """Loss of the TD error: squared (half its square, the paper's; or mse), huber, or a custom loss
+    as module:function."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", local=True)
+    """Device of the learner."""
+    precision: Literal["auto", "float32", "bfloat16"] = setting("auto", local=True)
+    """Precision of the learner's convolutions; heads, targets and loss are always float32."""
+    learner_threads: int = setting(1, low=0, local=True)
+    """Threads of the learner on a CPU; 0: the fastest number in a trial of a second, then one more
+    for each core that becomes idle, if that is faster."""
+    gather_threads: int | None = setting(None, low=0, high=64, local=True)
+    """Threads that gather the next batch during a step, if the replay is on this host; default: 1
+    on a GPU, none on a CPU."""
+    replay_device: Literal["cpu", "cuda", "cpu-tensor"] = setting("cpu", local=True)
+    """Where the learner keeps the frames that it gathers from. cuda: all of the replay's frames in
+    GPU memory, if the replay is on this host. cpu-tensor: the same on a CPU, for tests."""
+    cuda_graphs: bool = setting(True, local=True)
+    """On a GPU, record a learning step as a CUDA graph and replay it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss == "mse":
+            object.__setattr__(self, "loss", "squared")
+        if self.loss not in ("squared", "huber"):
+            check_path(self.loss, "--loss", "squared, huber or ")
+        if self.network not in ("nature", "impala"):
+            check_path(self.network, "--network", "nature, impala or ")
+
+
+NETWORK_FIELDS = ("network", "hidden", "channels", "dueling", "layer_norm", "max_pool")
+"""The fields of LearnerConfig that define the network; a resumed run keeps them."""
 
 
 @dataclass(frozen=True)
 class EvaluatorConfig(SettingsGroup):
-    """How the policy is evaluated, apart from training."""
+    """Evaluation."""
 
-    eval_period_s: float = bounded(0.0, low=0.0, local=True)
+    eval_period_s: float = setting(0.0, low=0.0, local=True)
     """Seconds between two evaluations during training; 0: never."""
-    eval_episodes: int = bounded(10, low=1, local=True)
-    """Episodes of one evaluation."""
-    eval_epsilon: float = bounded(0.001, low=0.0, high=1.0, local=True)
+    eval_episodes: int = setting(10, low=1, local=True)
+    """Episodes per evaluation."""
+    eval_epsilon: float = setting(0.001, low=0.0, high=1.0, local=True)
     """Share of random actions in an evaluation."""
-    eval_noop_max: int = bounded(30, low=0, local=True)
-    """Start a game with a random number of no-ops, up to this."""
+    eval_noop_max: int = setting(30, low=0, local=True)
+    """Start each game with a random number of no-ops, up to this."""
 
 
 @dataclass(frozen=True)
 class RunConfig(SettingsGroup):
-    """How long the run lasts, and where it is written."""
+    """Run, limits and output."""
 
-    preset: Literal["auto", "paper", "workstation", "laptop", "smoke"] = bounded(
+    preset: Literal["auto", "paper", "workstation", "laptop", "smoke"] = setting(
         "paper", local=True
     )
-    """The source of settings that you do not give; `auto` looks at this machine."""
-    seed: int = bounded(1, low=0, high=2**63 - 1)
-    """Seed of all random numbers."""
-    exp: str = bounded("apex", local=True)
+    """Source of all settings that you don't give; auto: chosen for this machine."""
+    seed: int = setting(1, low=0, high=2**63 - 1)
+    """Random seed."""
+    exp: str = setting("apex", local=True)
     """Name of the experiment; part of the run directory's name."""
-    run_dir: str = bounded("", invocation=True)
-    """Directory of the run; empty: runs/{env}__{exp}__{seed}__{time}."""
-    resume: str = bounded("", invocation=True)
-    """Run directory to continue. auto: that of --run-dir if it has a checkpoint; else start it."""
-    max_frames: int = bounded(0, low=0, local=True)
+    run_dir: str = setting("", invocation=True)
+    """Directory of the run; default: runs/{env}__{exp}__{seed}__{time}."""
+    resume: str = setting("", invocation=True)
+    """Run directory to resume. auto: resume --run-dir if it has a checkpoint, else start it."""
+    max_frames: int = setting(0, low=0, local=True)
     """Stop after this many environment frames; 0: no limit."""
-    max_minutes: float = bounded(0.0, low=0.0, local=True)
+    max_minutes: float = setting(0.0, low=0.0, local=True)
     """Stop after this many minutes; 0: no limit."""
-    stop_at_return: float | None = bounded(None, local=True)
+    stop_at_return: float | None = setting(None, local=True)
     """Stop when an evaluation's mean return reaches this."""
-    checkpoint_minutes: float = bounded(10.0, low=0.0, local=True)
+    checkpoint_minutes: float = setting(10.0, low=0.0, local=True)
     """Minutes between two checkpoints; 0: only at the end."""
-    numa: Literal["off", "interleave", "gpu"] = bounded("off", local=True)
-    """NUMA nodes: `interleave` the replay's memory, or keep the learner near the `gpu`."""
-    inline: bool = bounded(False, local=True)
-    """Everything in one process and one thread, repeatable bit for bit from the seed."""
-    plain: bool = bounded(False, local=True)
-    """Plain lines instead of the live terminal view."""
-    track: bool = bounded(False, local=True)
-    """Log to Weights & Biases too; needs pip install "zapex[wandb]"."""
-    wandb_project_name: str = bounded("zapex", local=True)
-    """With --track: the project there."""
-    wandb_entity: str = bounded("", local=True)
-    """With --track: the user or team there; empty: your own."""
-    visdom: str = bounded("", invocation=True)
-    """Show scores, memory and loss in the Visdom at this URL too, as http://localhost:8097."""
+    numa: Literal["off", "interleave", "gpu"] = setting("off", local=True)
+    """NUMA placement. interleave: the replay's memory over all nodes. gpu: the learner near the
+    GPU."""
+    inline: bool = setting(False, local=True)
+    """Run everything in one process and one thread; bit-for-bit repeatable from the seed."""
+    plain: bool = setting(False, local=True)
+    """Print plain lines instead of the live terminal view."""
+    track: bool = setting(False, local=True)
+    """Also log to Weights & Biases; needs pip install "zapex[wandb]"."""
+    wandb_project_name: str = setting("zapex", local=True)
+    """With --track: the W&B project."""
+    wandb_entity: str = setting("", local=True)
+    """With --track: the W&B user or team; default: yours."""
+    visdom: str = setting("", invocation=True)
+    """Also show scores, memory and loss in the Visdom at this URL, e.g. http://localhost:8097."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,7 +303,7 @@ class Config:
             raise ConfigError(
                 f"--samples-per-insert-tolerance must be at least {self.smallest_tolerance:,} "
                 f"(one grant plus one batch), got {tolerance:,}: actors and learner would wait for "
-                "each other for ever; 0 chooses it"
+                "each other forever; 0 chooses it"
             )
 
     @property
@@ -267,7 +341,7 @@ class Config:
         return dataclasses.replace(self, **merged(vars(self), values))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Tables of plain values by section; None is left out, as TOML has no word for it."""
+        """Tables of plain values by section, without None, which TOML cannot express."""
         tables = dataclasses.asdict(self)
         return {
             section: {key: value for key, value in table.items() if value is not None}
@@ -287,7 +361,7 @@ class Config:
     def to_toml(self) -> str:
         """The text of `config.toml`; `from_dict(tomllib.loads(text))` gives the same settings.
 
-        It leaves out what belongs to one invocation (`run_dir`, `resume`).
+        Settings of one invocation (`run_dir`, `resume`) are left out.
         """
         lines = []
         for section, table in self.to_dict().items():
@@ -353,7 +427,7 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
     clusters.check(tables)
     for section, table in tables.items():
         if section in clusters.TABLES:
-            continue  # they place a run's hosts, and are no settings of the run
+            continue  # for `zapex launch`
         if section not in SECTIONS or not isinstance(table, Mapping):
             raise ConfigError(
                 f"a config file has the tables {', '.join(SECTIONS)}; got {section!r}"

@@ -1,10 +1,10 @@
-"""Names of settings that other libraries use, and which of ours a misspelt name means."""
+"""`did_you_mean`: the setting or command behind a misspelt name, or behind another library's."""
 
 import difflib
 from collections.abc import Iterable
 
-_MEANT = {
-    "actor": "worker",
+_ALSO_CALLED = {
+    # Settings, as Stable-Baselines3, CleanRL, RLlib, Tianshou and Dopamine call them.
     "actors": "workers num_workers num_actors n_actors processes num_processes",
     "alpha": "per_alpha priority_exponent priority_alpha prioritized_replay_alpha",
     "batch_size": "batch minibatch_size mini_batch_size train_batch_size",
@@ -13,13 +13,11 @@ _MEANT = {
     "checkpoint_minutes": "save_freq save_frequency checkpoint_freq checkpoint_frequency",
     "config": "config_file cfg settings",
     "device": "gpu gpus cuda use_cuda no_cuda accelerator",
-    "doctor": "check",
     "env": "env_id env_name environment gym_id game task",
     "env_kwargs": "env_args env_options",
     "envs_per_actor": "num_envs n_envs num_environments envs",
     "episodes": "num_episodes n_episodes",
     "eps_base": "epsilon exploration start_e end_e exploration_fraction exploration_eps",
-    "eval": "evaluate enjoy play test",
     "eval_episodes": "n_eval_episodes num_eval_episodes episodes",
     "eval_period_s": "eval_freq eval_frequency eval_interval eval_every",
     "exp": "exp_name experiment experiment_name run_name name",
@@ -29,8 +27,8 @@ _MEANT = {
     "learning_starts": "warmup warmup_steps min_size prefill train_start min_replay_size",
     "listen": "port bind listen_address",
     "loss": "loss_fn criterion",
-    "lr": "learning_rate step_size alpha_lr",
-    "max_frames": "frames num_frames total_frames total_timesteps",
+    "lr": "learning_rate step_size",
+    "max_frames": "frames num_frames total_frames",
     "max_grad_norm": "clip_grad grad_clip gradient_clip max_grad clip",
     "max_minutes": "minutes time time_limit max_time duration",
     "n_step": "n_steps nstep multi_step num_step_returns update_horizon",
@@ -38,45 +36,42 @@ _MEANT = {
     "optimiser": "optimizer optim",
     "optimiser_eps": "optimizer_eps adam_eps adam_epsilon",
     "plain": "quiet verbose no_progress progress no_tui",
-    "replay": "host server serve address url listen",
     "resume": "load restore continue load_model",
     "run_dir": "logdir log_dir save_path save_dir output output_dir out checkpoint_dir",
     "samples_per_insert": "train_frequency train_freq gradient_steps replay_ratio utd",
     "save_replay": "save_replay_buffer save_buffer save_memory store_buffer_in_checkpoints",
     "seed": "random_seed rng",
-    "plot": "curves draw graph",
-    "runs": "ls list ps",
     "stop_at_return": "target_return stop_reward reward_target solved_at",
     "target_period": "target_network_frequency target_update_interval target_update_freq tau",
     "total_timesteps": "timesteps num_timesteps n_timesteps steps num_steps max_steps total_steps",
     "track": "wandb use_wandb",
-    "train": "learn fit run start",
-    "wrapper": "wrappers wrap env_wrapper wrapper_class",
     "video": "capture_video record_video film",
     "wandb_entity": "entity team",
     "wandb_project_name": "wandb_project project project_name",
+    "wrapper": "wrappers wrap env_wrapper wrapper_class",
+    # Commands; `replay` is an option too.
+    "actor": "worker",
+    "doctor": "check",
+    "eval": "evaluate enjoy play test",
+    "plot": "curves draw graph",
+    "replay": "host server serve address url listen port",
+    "runs": "ls list ps",
+    "train": "learn fit run start",
     "watch": "attach monitor tail view show",
 }
-SYNONYMS = {word: name for name, words in _MEANT.items() for word in words.split()}
-"""A name that other libraries use -> ours."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`"; did you mean X?"`, or "" if no name is near.
-
-    What other libraries call a setting comes before similar letters.
-    """
-    known = {_plain(known): known for known in names}
-    meant = {word: word for word in known}
-    for word in SYNONYMS.keys() - known.keys():
-        ours = SYNONYMS[word]
-        while ours not in known and ours in SYNONYMS:
-            ours = SYNONYMS[ours]
-        if ours in known:
-            meant[word] = ours
+    """`"; did you mean X?"` with the nearest of `names`, or "" if none is near."""
+    known = {_plain(own): own for own in names}
+    also = {word: own for plain, own in known.items() for word in _also_called(plain)}
     near = 0.66 if len(_plain(name)) == 3 else 0.7  # one wrong letter of three is near, too
-    close = difflib.get_close_matches(_plain(name), meant, 1, near)
-    return f"; did you mean {known[meant[close[0]]]}?" if close else ""
+    close = difflib.get_close_matches(_plain(name), also | known, 1, near)
+    return f"; did you mean {(also | known)[close[0]]}?" if close else ""
+
+
+def _also_called(name: str) -> list[str]:
+    return _ALSO_CALLED.get(name, "").split()
 
 
 def _plain(name: str) -> str:
