@@ -1,6 +1,7 @@
 """The actor: plays its streams in lockstep and commits their experience in chunks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +49,8 @@ class Actor:
         self._priorities, self._rng, self._clock_ns = priorities, rng, clock_ns
         self._anneal = anneal
         self._version = 0
-        self._q: NDArray[np.float32] | None = None  # of the streams' newest observations
-        self._then: Callable[[NDArray[np.float32]], object] | None = None  # with the values asked
-        # The unfinished calls of a step: the first one waits for slots.
-        self._left: list[Callable[[], int]] = []
+        self._awaits: Literal["", "values", "slots"] = ""
+        self._game = self._play()
         shape = streams.num_streams
         self._everyone = np.ones(shape, np.bool_)
         self._flags = np.zeros(shape, np.int64)
@@ -59,72 +58,69 @@ class Actor:
 
     def do_work(self) -> int:
         """One step, or the rest of one. Returns 0 while there are no values or no credit."""
-        if self._then is not None:
-            return self._go_on(self._then)
-        if not self._finish():
-            return 0
-        if self._q is None:
-            obs = self._streams.reset()
-            return self._look(obs, lambda q: self._begin(obs))
-        return self._act(self._q)
+        return next(self._game)
 
     def ready(self) -> bool:
         """Whether values or slots may have come: for `wait(ready, timeout_s)`."""
-        if self._then is not None:
+        if self._awaits == "values":
             return self._values.answered()
-        return self._sink.ready() if self._left else True
+        return self._sink.ready() if self._awaits == "slots" else True
 
     def close(self) -> None:
         """Commit unfinished chunks, and stop. A step without its values is not in them."""
-        if not self._left:
+        if self._awaits != "slots":
             self._builder.flush()
             self._sink.commit(self._builder.take_closed())
         self._metrics.leave()
 
-    def _look(self, obs: NDArray[np.generic], then: Callable[[NDArray[np.float32]], object]) -> int:
-        """Ask for the values of all streams' newest observations; with them go on with `then`."""
+    def _play(self) -> Iterator[int]:
+        """All games. Yields after each step, and 0 wherever the actor must wait."""
+        streams, builder = self._streams, self._builder
+        obs = streams.reset()
+        q = yield from self._look(obs)
+        waited = yield from self._store(lambda: builder.begin(self._everyone, {"obs": obs}))
+        while True:
+            if not waited:
+                yield streams.num_streams
+            if self._anneal is not None:
+                self._epsilons = np.full(len(q), self._anneal(self._metrics.value("steps")))
+            actions = epsilon_greedy(q, self._epsilons, self._rng)
+            self._metrics.enter("environment")
+            step = streams.step(actions)
+            next_q = yield from self._look(step.obs)
+            waited = yield from self._push(step, actions, q, next_q)
+            q = next_q
+
+    def _look(self, obs: NDArray[np.generic]) -> Generator[int, None, NDArray[np.float32]]:
+        """The values of all streams' newest observations; yields 0 until they have come."""
         self._metrics.enter(self._values.phase)
         self._values.ask(obs)
-        self._then = then
-        return self._go_on(then)
-
-    def _go_on(self, then: Callable[[NDArray[np.float32]], object]) -> int:
-        answer = self._values.take()
-        if answer is None:
+        while (answer := self._values.take()) is None:
             self._metrics.enter(self._values.phase)
-            return 0
-        self._then = None
+            self._awaits = "values"
+            yield 0
+        self._awaits = ""
         q, version = answer
         if version != self._version:
             self._version = version
             self._metrics.set("params_version", version)
-        then(q)
-        self._q = q
-        return 0 if self._left else self._streams.num_streams
-
-    def _begin(self, obs: NDArray[np.generic]) -> None:
-        self._finish(lambda: self._builder.begin(self._everyone, {"obs": obs}))
-
-    def _act(self, q: NDArray[np.float32]) -> int:
-        if self._anneal is not None:
-            self._epsilons = np.full(len(q), self._anneal(self._metrics.value("steps")))
-        actions = epsilon_greedy(q, self._epsilons, self._rng)
-        self._metrics.enter("environment")
-        step = self._streams.step(actions)
-        return self._look(step.obs, lambda new: self._push(step, actions, q, new))
+        return q
 
     def _push(
-        self, step: Step, actions: NDArray[np.int64], q: NDArray[np.float32],
-        new: NDArray[np.float32],
-    ) -> None:  # fmt: skip
-        """Hand the step on. q, new: values before and after it."""
+        self,
+        step: Step,
+        actions: NDArray[np.int64],
+        q: NDArray[np.float32],
+        next_q: NDArray[np.float32],
+    ) -> Generator[int, None, bool]:
+        """Store a step. q, next_q: values before and after it. Returns whether it waited."""
         self._metrics.enter("push")
         taken = best = None
         if self._priorities:
             taken = q[np.arange(len(actions)), actions].astype(np.float64)
-            best = new.max(axis=1).astype(np.float64)
+            best = next_q.max(axis=1).astype(np.float64)
         self._count(step)
-        self._builder.staged["action"] = actions
+        builder, obs = self._builder, {"obs": step.obs}
         begun = bool(step.started.any())
         playing = ~step.started if begun else self._everyone
         reward = step.reward.astype(np.float64)
@@ -133,39 +129,37 @@ class Actor:
         flags = self._flags
         flags[:] = CUT * (step.terminated | step.life_lost)
         flags[step.terminated | step.truncated] |= END
+        builder.staged["action"] = actions
+        waited = yield from self._store(
+            lambda: builder.add(playing, flags, obs, reward, value=taken, next_value=best)
+        )
+        if begun:
+            waited |= yield from self._store(lambda: builder.begin(step.started, obs))
+        return waited
 
-        def add() -> int:
-            return self._builder.add(
-                playing, flags, {"obs": step.obs}, reward, value=taken, next_value=best
-            )
+    def _store(self, write: Callable[[], int]) -> Generator[int, None, bool]:
+        """Repeat `write` with more slots until all streams are stored, and commit full chunks.
 
-        def begin() -> int:
-            return self._builder.begin(step.started, {"obs": step.obs})
-
-        self._finish(add, *([begin] if begun else []))
-
-    def _finish(self, *calls: Callable[[], int]) -> bool:
-        """Make the unfinished calls of the builder, then `calls`. Returns whether all are done."""
-        builder, sink = self._builder, self._sink
-        waited = bool(self._left)
-        self._left += calls
-        while self._left:
-            done = self._left[0]() == self._streams.num_streams
+        Yields 0 while there is no credit. Returns whether it waited.
+        """
+        builder, sink, metrics = self._builder, self._sink, self._metrics
+        self._awaits, waited = "slots", False
+        while True:
+            done = write() == self._streams.num_streams
             closed = builder.take_closed()
             if len(closed):
                 sink.commit(closed)
-                self._metrics.add("chunks", len(closed))
+                metrics.add("chunks", len(closed))
             if done:
-                self._left.pop(0)
-                continue
-            slots = sink.try_claim()
-            if slots is None:
+                self._awaits = ""
+                return waited
+            while (slots := sink.try_claim()) is None:
                 if not waited:
-                    self._metrics.add("credit_waits")
-                self._metrics.enter("wait")
-                return False
+                    waited = True
+                    metrics.add("credit_waits")
+                metrics.enter("wait")
+                yield 0
             builder.provide(slots)
-        return True
 
     def _count(self, step: Step) -> None:
         metrics, streams = self._metrics, self._streams
