@@ -475,7 +475,7 @@ def test_a_gpu_that_was_asked_for_and_cannot_be_used_is_an_error(
     one_gpu.append(BROKEN)
     said = refusal(capsys, "train", *SMALL, "--device", "cuda")
     assert "too old" in said
-    assert "to mend it: update the NVIDIA driver, or --device cpu" in said
+    assert "to fix it: update the NVIDIA driver, or --device cpu" in said
     assert launched.config is None
 
 

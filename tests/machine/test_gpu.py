@@ -25,7 +25,7 @@ def test_what_torch_answers_is_the_gpu_with_the_drivers_version(tmp_path: Path) 
     assert str(found) == (
         "NVIDIA GeForce RTX 4090, 24 GiB, compute capability 8.9, driver 535.104.05, CUDA 12.8"
     )
-    assert not found.mend
+    assert not found.hint
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_what_torch_answers_is_the_gpu_with_the_drivers_version(tmp_path: Path) 
 def test_each_problem_has_its_mend(problem: str, mend: str, tmp_path: Path) -> None:
     found = gpu.look(lambda: json.dumps({"problem": problem}), tmp_path)
     assert problem in str(found)
-    assert mend in found.mend
+    assert mend in found.hint
 
 
 @pytest.mark.parametrize("answer", ["", "Segmentation fault", "[]", "{}", '{"capability": 3}'])
 def test_an_answer_that_is_none_is_a_problem_and_no_crash(answer: str, tmp_path: Path) -> None:
     found = gpu.look(lambda: answer, tmp_path)
     assert "torch does not answer" in found.problem
-    assert "nvidia-smi" in found.mend
+    assert "nvidia-smi" in found.hint
 
 
 def test_a_child_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:
@@ -62,6 +62,6 @@ def test_the_child_answers_here_too() -> None:
     found = gpu.look()
     if found.problem:  # a machine without a GPU: torch says so in its own words
         assert "does not answer" not in found.problem
-        assert found.mend
+        assert found.hint
     else:
         assert found.memory_bytes > 1 << 30

@@ -80,10 +80,10 @@ def test_the_doctor_says_what_a_redis_lacks(redis_server: RedisServer) -> None:
     redis_server.client().config_set("requirepass", "secret")
     (found,) = check_redis(redis_server.url)
     assert not found.enough
-    assert "REDISCLI_AUTH" in found.mend
+    assert "REDISCLI_AUTH" in found.hint
     redis_server.stop()
     (found,) = check_redis(redis_server.url)
-    assert "start one there" in found.mend
+    assert "start one there" in found.hint
 
 
 def test_a_redis_that_was_emptied_gets_the_run_again(

@@ -379,6 +379,6 @@ def test_a_limit_is_told_before_any_process_starts(
     )  # fmt: skip
     assert done.returncode == 2
     assert told in done.stderr
-    assert "to mend it: sudo prlimit --pid $$" in done.stderr
+    assert "to fix it: sudo prlimit --pid $$" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists(), "nothing has begun"

@@ -360,7 +360,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     preflight.demand(findings(run, part))
     gpu = run.machine.gpu
     if gpu is not None and gpu.problem:
-        text = f"WARNING: the learner uses the CPU. {gpu}; to fix it: {gpu.mend}"
+        text = f"WARNING: the learner uses the CPU. {gpu}; to fix it: {gpu.hint}"
         print(text, file=sys.stderr, flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no role may try it
     own = {name: choice for name, choice in run.chosen.items() if _concerns(part, name)}

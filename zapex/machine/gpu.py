@@ -13,13 +13,13 @@ from pathlib import Path
 
 _ANSWER_S = 120.0  # a first import of torch from a slow disk
 _LOOK_UP = "nvidia-smi shows whether the driver works and who uses the GPU"
-_MENDS = (
+_HINTS = (
     ("not built", "make venv TORCH=cuda"),
     ("driver", "update the NVIDIA driver"),
     ("no kernel image", "install a build of torch with kernels for this GPU"),
     ("out of memory", "free its memory: nvidia-smi shows who uses it"),
 )
-"""A word of the problem -> what mends it."""
+"""A word of the problem -> what fixes it."""
 
 Ask = Callable[[], str]
 """Returns one line of JSON, as `zapex.agent.gpu_facts` prints it. Raises OSError."""
@@ -46,9 +46,9 @@ class Gpu:
     multiprocessors: int = 0
 
     @property
-    def mend(self) -> str:
+    def hint(self) -> str:
         """What to do about the problem."""
-        known = [mend for word, mend in _MENDS if word in self.problem.lower()]
+        known = [hint for word, hint in _HINTS if word in self.problem.lower()]
         return next(iter(known), _LOOK_UP) if self.problem else ""
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ _FAREWELL_S = 5.0
 _LOOK_S = 1.0
 
 
-@preflight.limits_told()
+@preflight.limits_explained()
 def run_part(config: Config, spec: EnvironmentSpec, membership: Membership, wrap: str = "") -> int:
     """Run this host's part until it is stopped or the run is over. Returns the exit code.
 

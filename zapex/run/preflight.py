@@ -1,11 +1,10 @@
-"""What this machine must have for a run, what it has, and the command that fixes it.
+"""What a run needs of this machine, what the machine has, and the command that fixes it.
 
     findings = check(required_bytes=layout_bytes, processes=4, cuda_visible_devices=...)
     demand(findings)              # before any process starts: one clear ConfigError
-    doctor(findings)              # or a table of all
+    doctor(findings)              # or a table of all of them
 
-It reads and tries, and changes nothing but this process's limit of open files; it imports neither
-torch nor numba.
+Changes nothing but this process's limit of open files; imports neither torch nor numba.
 """
 
 import contextlib
@@ -45,25 +44,25 @@ _UNCONFINED = "in a container: docker run --security-opt seccomp=unconfined"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was checked. `mend` is also given if enough could be better."""
+    """One thing that was checked; `hint` says how to get what is needed, or would be better."""
 
     what: str
     found: str
-    enough: bool
+    enough: bool = True
     needed: str = ""
-    mend: str = ""
+    hint: str = ""
 
     @property
     def verdict(self) -> str:
         """ "ok", "could be better" or "lacking"."""
         if not self.enough:
             return "lacking"
-        return "could be better" if self.mend else "ok"
+        return "could be better" if self.hint else "ok"
 
     def __str__(self) -> str:
         needed = f"; needed: {self.needed}" if self.needed and self.verdict != "ok" else ""
-        mend = f"; to mend it: {self.mend}" if self.mend else ""
-        return f"{self.what}: {self.found}{needed}{mend}"
+        hint = f"; to fix it: {self.hint}" if self.hint else ""
+        return f"{self.what}: {self.found}{needed}{hint}"
 
 
 def check(
@@ -77,23 +76,24 @@ def check(
     without_torch: int = 0,
     root: Path = Path("/"),
 ) -> list[Finding]:
-    """Check all that a run needs of the machine.
+    """Check everything that a run needs of the machine.
 
-    required_bytes: shared memory of the run. processes: all of it, the parent too.
-    cuda_visible_devices: the environment variable of that name, if it is set.
-    huge_pages, cuda: whether the run asks for them. gpu: what torch says; None: it was not asked,
-    because no role would use a GPU. without_torch: how many of the processes load none; they
-    are smaller. root: the directory of /proc, /sys and /dev.
+    Args:
+        required_bytes: shared memory of the run.
+        processes: of the run, the parent included.
+        cuda_visible_devices: the environment variable of that name, if it is set.
+        huge_pages: whether the run uses them.
+        cuda: whether the run asks for a GPU.
+        gpu: what torch reports; None: no role would use a GPU, so torch was not asked.
+        without_torch: how many of the processes don't load torch; they are smaller.
+        root: the directory of /proc, /sys and /dev.
     """
     machine = dataclasses.replace(Machine.look(cuda_visible_devices, root), gpu=gpu)
+    private_bytes = (processes - without_torch) * PROCESS_BYTES
+    private_bytes += without_torch * LIGHT_PROCESS_BYTES
     return [
         # Huge pages are reserved: free memory does not include them.
-        _memory(
-            machine,
-            (0 if huge_pages else required_bytes)
-            + (processes - without_torch) * PROCESS_BYTES
-            + without_torch * LIGHT_PROCESS_BYTES,
-        ),
+        _memory(machine, private_bytes + (0 if huge_pages else required_bytes)),
         _dev_shm(root),
         *_limits(required_bytes, processes),
         _tasks(processes, root),
@@ -113,10 +113,18 @@ def check_link(
     timeout_s: float = _ANSWER_S,
     fstack: Setup | None = None,
 ) -> list[Finding]:
-    """Check what one host of several also needs: its keys, and the address of the replay.
+    """Check what one of several hosts also needs: its keys, and the replay's address.
 
-    url: where it listens, or where the replay does. fstack: what fstack:// needs. Raises
-    ConfigError for an invalid URL.
+    Args:
+        part: what runs on this host.
+        url: where it listens, or where the replay does.
+        keys: the directory of its keys; "": none.
+        insecure_network: whether it may go without keys.
+        timeout_s: how long the replay may take to answer.
+        fstack: the setup for an fstack:// address.
+
+    Raises:
+        ConfigError: the URL is not valid.
     """
     from zapex.net.keys import Security
     from zapex.net.listener import check_free
@@ -132,15 +140,15 @@ def check_link(
     try:
         if PARTS[part].listens:
             check_free(url, fstack)
-            return [own, Finding("address", f"{url} is free", True)]
+            return [own, Finding("address", f"{url} is free")]
         addresses.check_known(address)
     except ConfigError as error:
         return [own, Finding("address", "cannot be used", False, url, str(error))]
     answer = _answer(address, bool(keys), timeout_s)
     if keys and own.enough and answer.enough and not _admits(url, keys, role, timeout_s):
         found = f"does not admit the key in {keys}"
-        mend = f"copy {role}.key and public.json from the replay's own `zapex keygen` directory"
-        return [own, Finding("replay", found, False, "keys of one set", mend)]
+        hint = f"copy {role}.key and public.json from the replay's own `zapex keygen` directory"
+        return [own, Finding("replay", found, False, "keys of one set", hint)]
     return [own, answer]
 
 
@@ -152,14 +160,14 @@ def check_redis(url: str) -> list[Finding]:
     answers = link.attempt(lambda client: bool(client.ping()), False)
     link.close()
     found = "answers" if answers else link.problem
-    mend = "start one there, or look for firewalls between"
+    hint = "start one there, or look for firewalls between"
     if link.refused:
-        mend = "give redis://USER@HOST, and the password in REDISCLI_AUTH"
-    return [Finding("Redis", found, answers, f"one at {url}", "" if answers else mend)]
+        hint = "give redis://USER@HOST, and the password in REDISCLI_AUTH"
+    return [Finding("Redis", found, answers, f"one at {url}", "" if answers else hint)]
 
 
 def _admits(url: str, keys: str, role: str, timeout_s: float) -> bool:
-    """Whether a replay answers to this key. Its hello must be refused: a role may already run."""
+    """Whether a replay accepts this key. Its hello must be refused: a role may already run."""
     from zapex.net.keys import Security
     from zapex.net.link import ZmqLink
 
@@ -182,29 +190,25 @@ def _answer(address: addresses.Address, encrypted: bool, timeout_s: float) -> Fi
     try:
         found = addresses.mechanism(address, timeout_s)
     except ConnectionError as error:
-        mend = f"start `zapex replay --listen` at {address.url}, and look for firewalls between"
-        return Finding("replay", str(error), False, needed, mend)
+        hint = f"start `zapex replay --listen` at {address.url}, and check firewalls in between"
+        return Finding("replay", str(error), False, needed, hint)
     has_keys = found == "CURVE"
-    mend = "leave --keys out" if encrypted else "give --keys DIR, of `zapex keygen`"
-    return Finding(
-        "replay",
-        "answers, and has " + ("keys" if has_keys else "no keys"),
-        has_keys == encrypted,
-        needed,
-        "" if has_keys == encrypted else mend,
-    )
+    fits = has_keys == encrypted
+    hint = "leave --keys out" if encrypted else "give --keys DIR, made by `zapex keygen`"
+    found = "answers, and has " + ("keys" if has_keys else "no keys")
+    return Finding("replay", found, fits, needed, "" if fits else hint)
 
 
 def demand(findings: Sequence[Finding]) -> None:
-    """Raise ConfigError with all that is lacking, if anything is."""
+    """Raise ConfigError with everything that is lacking, if anything is."""
     wrong = [str(finding) for finding in findings if not finding.enough]
     if wrong:
-        raise ConfigError("this machine has too little for the run. " + ". ".join(wrong))
+        raise ConfigError("this machine lacks something that the run needs. " + ". ".join(wrong))
 
 
 @contextlib.contextmanager
-def limits_told() -> Iterator[None]:
-    """Turn a limit of the system that the run hits into one clear error, not a traceback."""
+def limits_explained() -> Iterator[None]:
+    """Turn an error from a system limit into one line that says how to raise the limit."""
     try:
         yield
     except OSError as error:
@@ -229,10 +233,10 @@ def doctor(findings: Sequence[Finding]) -> int:
         table.add_row(verdict, finding.what, Text(finding.found), Text(finding.needed))
     Console().print(table)
     for finding in findings:
-        if finding.mend:  # not in the table, where a wrapped command could not be copied
-            print(f"{finding.what}: {finding.mend}")
+        if finding.hint:  # not in the table, where a wrapped command could not be copied
+            print(f"{finding.what}: {finding.hint}")
     wrong = [finding.what for finding in findings if not finding.enough]
-    print("Lacking: " + ", ".join(wrong) if wrong else "Everything that is needed is there.")
+    print(f"Lacking: {', '.join(wrong)}" if wrong else "This machine has everything it needs.")
     return 1 if wrong else 0
 
 
@@ -243,14 +247,15 @@ def _gib(size_bytes: int) -> str:
 def _memory(machine: Machine, needed_bytes: int) -> Finding:
     free_bytes = machine.memory_bytes
     enough = free_bytes >= needed_bytes
-    mend = ""
-    if not enough:
-        share = max(0, 90 * free_bytes // needed_bytes)
-        mend = (
-            f"lower --capacity to {share} % of what it is; "
+    hint = (
+        ""
+        if enough
+        else (
+            f"lower --capacity to {max(0, 90 * free_bytes // needed_bytes)} % of its value; "
             f"in a container: docker run --memory {(needed_bytes >> 30) + 2}g"
         )
-    return Finding("memory", f"{_gib(free_bytes)} free", enough, _gib(needed_bytes), mend)
+    )
+    return Finding("memory", f"{_gib(free_bytes)} free", enough, _gib(needed_bytes), hint)
 
 
 def _dev_shm(root: Path) -> Finding:
@@ -258,11 +263,11 @@ def _dev_shm(root: Path) -> Finding:
         found = f"{_gib(shutil.disk_usage(root / 'dev/shm').free)} free"
     except OSError:
         found = "none"
-    return Finding("/dev/shm", found, True, "none: the replay is in a memfd, which is memory")
+    return Finding("/dev/shm", found, True, "none: the replay is in a memfd")
 
 
 def _limits(required_bytes: int, processes: int) -> Iterator[Finding]:
-    """Limits of `ulimit`: descriptors, address space, and file size, also of a memfd."""
+    """Limits of `ulimit`: descriptors, address space, and file size, which limits a memfd too."""
     descriptors = _DESCRIPTORS + _DESCRIPTORS_PER_PROCESS * processes
     addresses = required_bytes + _PROCESS_ADDRESSES_BYTES
     open_files_limit()
@@ -273,34 +278,34 @@ def _limits(required_bytes: int, processes: int) -> Iterator[Finding]:
     ):
         soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         enough = soft == resource.RLIM_INFINITY or soft >= needed
-        mend = ""
+        hint = ""
         if not enough and (hard == resource.RLIM_INFINITY or hard >= needed):
-            mend = f"ulimit -S{option} {-(-needed // unit)}"
+            hint = f"ulimit -S{option} {-(-needed // unit)}"
         elif not enough:
-            mend = f"sudo prlimit --pid $$ --{name.lower()}={needed}:{needed}"
+            hint = f"sudo prlimit --pid $$ --{name.lower()}={needed}:{needed}"
         shown = str if unit == 1 else _gib
         found = "unlimited" if soft == resource.RLIM_INFINITY else shown(soft)
-        yield Finding(what, found, enough, shown(needed), mend)
+        yield Finding(what, found, enough, shown(needed), hint)
 
 
 def _tasks(processes: int, root: Path) -> Finding:
-    """A container's limit; a user's limit counts all processes of that user, wherever they run."""
+    """A container's limit; a user's counts all processes of that user, wherever they run."""
     room, needed = tasks_room(root), _THREADS_PER_PROCESS * processes
-    found = "unlimited" if room is None else f"{room} more may be started"
+    found = "unlimited" if room is None else f"room for {room} more"
     enough = room is None or room >= needed
-    mend = "" if enough else "in a container: docker run --pids-limit -1"
-    return Finding("processes", found, enough, f"{needed}, threads included", mend)
+    hint = "" if enough else "in a container: docker run --pids-limit -1"
+    return Finding("processes", found, enough, f"{needed}, threads included", hint)
 
 
 def _cores(machine: Machine, processes: int) -> Finding:
     present = os.cpu_count() or machine.cores
-    mend = ""
+    hint = ""
     if machine.cores < 2 <= present:
-        mend = f"taskset -apc 0-{present - 1} $$; in a container: docker run --cpus {present}"
-    threads = f", of {machine.smt} threads each," if machine.smt > 1 else ""
-    found = f"{machine.cores}{threads} may be used of {present} hardware threads"
+        hint = f"taskset -apc 0-{present - 1} $$; in a container: docker run --cpus {present}"
+    threads = f" with {machine.smt} threads each" if machine.smt > 1 else ""
+    found = f"{machine.cores}{threads} available, of {present} hardware threads"
     # The parent and the replay sleep most of the time; actors and the learner do not.
-    return Finding("cores", found, True, f"2 for {processes} processes to be quick", mend)
+    return Finding("cores", found, True, f"2 for {processes} processes to be fast", hint)
 
 
 def _huge_pages(required_bytes: int, asked_for: bool, root: Path) -> Finding:
@@ -308,15 +313,15 @@ def _huge_pages(required_bytes: int, asked_for: bool, root: Path) -> Finding:
     free = memory_fact("HugePages_Free", root)
     found = f"{free} free of {page_bytes >> 20} MiB each" if page_bytes else "none in this kernel"
     if not asked_for:
-        return Finding("huge pages", found, True, "none: they are not asked for")
+        return Finding("huge pages", found, True, "none: the run does not use them")
     needed = -(-required_bytes // page_bytes) if page_bytes else 0
     enough = page_bytes > 0 and free >= needed
-    mend = "" if enough else f"sudo sysctl vm.nr_hugepages={needed}"
-    return Finding("huge pages", found, enough, str(needed), mend)
+    hint = "" if enough else f"sudo sysctl vm.nr_hugepages={needed}"
+    return Finding("huge pages", found, enough, str(needed), hint)
 
 
 def _kernel() -> Iterator[Finding]:
-    """Try features instead of comparing versions: a sandbox may forbid what the kernel has."""
+    """Try features instead of comparing versions: a sandbox may forbid what the kernel offers."""
     release = f"Linux {os.uname().release}"
     seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     for what, since in (("memfd", "3.17"), ("pidfd", "5.3"), ("eventfd", "2.6.27")):
@@ -329,7 +334,7 @@ def _kernel() -> Iterator[Finding]:
                 descriptor = os.pidfd_open(os.getpid())
             else:
                 descriptor = os.eventfd(0)
-            yield Finding(what, "works", True)
+            yield Finding(what, "works")
         except OSError as error:
             refused = f"{release} refuses: {error.strerror}"
             yield Finding(what, refused, False, f"Linux {since} or newer", _UNCONFINED)
@@ -339,38 +344,35 @@ def _kernel() -> Iterator[Finding]:
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         try:
             page.madvise(_MADV_POPULATE_WRITE)
-            yield Finding("populate", "works", True)
-        except OSError:
-            # Without it pages are touched one by one.
-            yield Finding("populate", f"not in {release}", True, "Linux 5.14 for a quicker start")
+            yield Finding("populate", "works")
+        except OSError:  # pages are touched one by one
+            yield Finding("populate", f"not in {release}", True, "Linux 5.14 for a faster start")
 
 
 def _kernel_cache() -> Finding:
     from zapex.machine import jit
 
     if jit.CACHE_DIRECTORY is not None:
-        return Finding("kernel cache", str(jit.CACHE_DIRECTORY), True)
-    found = "no directory can be written: kernels are compiled at every start"
-    mend = "mkdir -p -m 700 ~/.cache && chmod u+w ~/.cache, or export XDG_CACHE_HOME=DIRECTORY"
-    return Finding("kernel cache", found, True, "a directory of your own", mend)
+        return Finding("kernel cache", str(jit.CACHE_DIRECTORY))
+    found = "no writable directory: kernels are compiled at every start"
+    hint = "mkdir -p -m 700 ~/.cache && chmod u+w ~/.cache, or export XDG_CACHE_HOME=DIRECTORY"
+    return Finding("kernel cache", found, True, "a directory owned by you", hint)
 
 
 def _cuda(
     machine: Machine, cuda_visible_devices: str | None, required: bool, root: Path
 ) -> Finding:
+    needed = "one that torch can use" if required else "none: the learner uses the CPU"
     instead = ", or --device cpu and --inference cpu" if required else ""
-    if machine.gpus:
-        gpu, needed = machine.gpu, "one that torch can use" if required else "none"
-        if gpu is None:
-            return Finding("GPU", f"{machine.gpus} NVIDIA GPU(s); no role asks for one", True)
-        mend = gpu.mend and gpu.mend + instead
-        return Finding("GPU", str(gpu), not (gpu.problem and required), needed, mend)
+    if machine.gpus and machine.gpu is None:
+        return Finding("GPU", f"{machine.gpus} NVIDIA GPU(s); no role uses one")
+    if machine.gpus and machine.gpu is not None:
+        gpu = machine.gpu
+        hint = gpu.hint and gpu.hint + instead
+        return Finding("GPU", str(gpu), not (gpu.problem and required), needed, hint)
     hidden = Machine.look(None, root).gpus
     if hidden:
         found = f"{hidden}, hidden by CUDA_VISIBLE_DEVICES={cuda_visible_devices}"
-        mend = f"unset CUDA_VISIBLE_DEVICES{instead}"
-        return Finding("GPU", found, not required, "one" if required else "none", mend)
-    if required:
-        return Finding("GPU", "none", False, "one, as a role was told to use it",
-                       "--device cpu, or auto, and --inference cpu")  # fmt: skip
-    return Finding("GPU", "none", True, "none: the learner uses the CPU")
+        return Finding("GPU", found, not required, needed, f"unset CUDA_VISIBLE_DEVICES{instead}")
+    hint = "--device cpu, or auto, and --inference cpu" if required else ""
+    return Finding("GPU", "none", not required, needed, hint)

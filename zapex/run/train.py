@@ -19,7 +19,7 @@ def train(config: Config, spec: EnvironmentSpec, wrap: str = "") -> int:
     return int(ending_of(config, spec, wrap).failed)
 
 
-@preflight.limits_told()
+@preflight.limits_explained()
 def ending_of(
     config: Config, spec: EnvironmentSpec, wrap: str = "", caller: Caller | None = None
 ) -> Ending:
