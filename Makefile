@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress lint wheel release site bench learning results paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress lint wheel release site bench learning results reproduce paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -53,6 +53,7 @@ help:
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make learning   the next missing run of many seeds and games, 30 minutes: ARGS=--list' \
+	  '  make reproduce  measure the headline numbers again, in an hour; QUICK=1: in ten minutes' \
 	  '  make results  write the tables of docs/results.md and the pictures from benchmarks/results' \
 	  '  make paper    the systems of arXiv 2110.13506 and their figures, in runs/paper: ARGS=--quick in five minutes' \
 	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
@@ -137,6 +138,9 @@ bench: $(STAMP)
 
 learning: $(STAMP)
 	@$(BIN)/python -m benchmarks.learning.learning $(ARGS)
+
+reproduce: $(STAMP)
+	@$(BIN)/python -m benchmarks.reproduce $(if $(QUICK),--quick) $(ARGS)
 
 results: $(STAMP)
 	@$(BIN)/python -m benchmarks.report

@@ -1,38 +1,372 @@
-"""`make results`: the tables of docs/results.md and the pictures, from benchmarks/results.
+"""`make results`: the tables of the documentation and the pictures, from benchmarks/results.
 
-python -m benchmarks.report
+    python -m benchmarks.report [--check]
+
+A table stands on a page between `<!-- table: NAME -->` and `<!-- end -->`; TABLES has a function
+for each. --check writes nothing and fails if a page is out of date.
 """
 
+import argparse
 import json
+import re
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
-from benchmarks.learning import scores
-from benchmarks.replay import bench_scale, bench_sumtree
+import numpy as np
+
+from benchmarks import pictures
 from benchmarks.support.machine import RESULTS, ROOT
-from benchmarks.transport import bench_transport
 
-PAGE = ROOT / "docs/results.md"
+Row = Sequence[str | None]
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
+@cache
 def load(name: str) -> Any:
-    """A stored result."""
+    """A stored result as it lies in its file."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def draw() -> None:
-    """Draw all pictures anew."""
-    bench_sumtree.plot(load("sumtree")["results"]["sweep"], RESULTS / "sumtree.png")
-    parts = [load(name)["results"] for name in ("scale", "scale_restarts", "scale_crowds")]
-    bench_scale.plot({k: v for part in parts for k, v in part.items()}, RESULTS / "scale.png")
-    bench_transport.plot(load("transport")["results"], RESULTS / "transport.png")
-    scores.plot(load("learning")["results"], RESULTS / "learning.png")
+def of(name: str) -> Any:
+    """The `results` of a stored result."""
+    return load(name)["results"]
 
 
-def main() -> int:
-    """Write everything."""
-    draw()
-    return 0
+def over_runs(name: str, figure: Callable[[Any], float]) -> tuple[float, float, float]:
+    """Lowest, median and highest of a figure over the runs, hours apart, that a file holds."""
+    whole = load(name)
+    found = []
+    for run in (whole, *whole.get("again", [])):
+        try:
+            found.append(figure(run["results"]))
+        except KeyError:  # a run may lack the rows that need a library
+            continue
+    return min(found), float(np.median(found)), max(found)
+
+
+def interval(score: Any, spec: str = ".1f") -> str:
+    """A score with its interval."""
+    return f"{score['p50']:{spec}} ({score['p10']:{spec}} to {score['p90']:{spec}})"
+
+
+def training() -> Iterator[Row]:
+    """How long and how fast: each row with the file that has it."""
+    yield "", "", "file"
+    runs = of("train_cartpole")["seeds"].values()
+    seconds = np.percentile([run["command_s"] for run in runs], [10, 50, 90])
+    yield (
+        "CartPole-v1 to 475 (`make demo`), median of five seeds (p10 to p90)",
+        f"{seconds[1]:.0f} s ({seconds[0]:.0f} to {seconds[2]:.0f})",
+        "train_cartpole",
+    )
+    scores = load("learning")["scores"]
+    for game, text, spec in (
+        ("breakout", "Breakout, five seeds (human: 30.5)", ".1f"),
+        ("pong", "Pong, five seeds (human: 15)", ".1f"),
+        ("spaceinvaders", "Space Invaders, two seeds (human: 1,669)", ",.0f"),
+        ("qbert", "Q*bert, two seeds (human: 13,455)", ",.0f"),
+        ("mspacman", "Ms. Pac-Man, two seeds (human: 6,952)", ",.0f"),
+    ):
+        yield text, interval(scores[f"{game}_zapex"], spec), "learning"
+    per_s = of("train_speed")["rates_per_s"]
+    yield (
+        "`zapex train` on Breakout with the memory full and evicting",
+        f"{per_s['frames']:,.0f} frames/s, {per_s['samples']:,.0f} samples/s",
+        "train_speed",
+    )
+    steps = of("learner")["step"]
+    ratios = {n: one["step_ms"]["p50"] / one["kernels_ms"]["sum"] for n, one in steps.items()}
+    yield (
+        f"a learner's step over the sum of its kernels' own times, batches of {', '.join(ratios)}",
+        ", ".join(f"{ratio:.2f} x" for ratio in ratios.values()),
+        "learner",
+    )
+
+
+def variants() -> Iterator[Row]:
+    """What each part of Ape-X gives on Breakout."""
+    yield "", "mean of 100 games", "million frames", "return in training, halfway", "at the end"
+    scores = load("learning")["scores"]
+    for name, text in (
+        ("as_usual", "as usual: prioritized, n = 5, the actors' first priorities"),
+        ("uniform_replay", "uniform replay (`--alpha 0`)"),
+        ("n-step_1", "n = 1 (`--n-step 1`)"),
+        ("priorities_of_the_learner_alone", "no first priorities (`--initial-priority max`)"),
+    ):
+        one = scores[f"breakout_{name}"]
+        frames = f"{one['frames'] / 1e6:.1f}"
+        halfway, there = (f"{one[f'return_{when}']:.1f}" for when in ("halfway", "there"))
+        yield text, interval(one), frames, halfway, there
+
+
+def learners() -> Iterator[Row]:
+    """zapex, CleanRL and Stable-Baselines3 after 20 minutes."""
+    yield "", "Breakout", "its million frames", "Pong", "its million frames"
+    scores = load("learning")["scores"]
+    for name, ours in (("zapex", "as_usual"), ("CleanRL", ""), ("Stable-Baselines3", "")):
+        variant = name.lower()
+        games = (f"breakout_{ours or variant}", f"pong_{variant}")
+        cells = [(scores[one]["p50"], scores[one]["frames"] / 1e6) for one in games]
+        yield name, *(text for mean, frames in cells for text in (f"{mean:.1f}", f"{frames:.2f}"))
+
+
+def replay() -> Iterator[Row]:
+    """sample(512) + update_priorities of each library."""
+    yield "ms", "n = 1", "n = 3", "n = 5"
+    batch = of("replay")["batch"]
+    for name, kinds in (
+        ("zapex", ["zapex"]),
+        ("a loop that only moves the frames", ["roof"]),
+        ("Reverb, with threads that fetch ahead", ["reverb"]),
+        ("cpprb, the fastest of its three ways", ["cpprb", "cpprb, next_of", CPPRB]),
+        ("Tianshou, with its frame stack", ["tianshou"]),
+        ("TorchRL", ["torchrl"]),
+    ):
+        found = [[one[k]["pair"]["p50"] for k in kinds if "pair" in one.get(k, {})]
+                 for one in batch.values()]  # fmt: skip
+        yield name, *(f"{min(times):.2f}" for times in found)
+
+
+CPPRB = "cpprb, stack_compress"
+
+
+def tree() -> Iterator[Row]:
+    """Sample + update of each library's sum tree."""
+    yield "ns an item", "cold caches", "calls that follow each other"
+    for name, one in of("sumtree")["peers"].items():
+        times = [one["stratified"][state]["pair"]["p50"] for state in ("cold", "fresh")]
+        yield name, *(f"{ns:.0f}" for ns in times)
+
+
+def scale() -> Iterator[Row]:
+    """How the pair grows, and how long restarts and snapshots take."""
+    yield "", "2^14 transitions", "2^17", "2^20", "2^21 (16 GB)"
+    sizes = [str(2**n) for n in (14, 17, 20, 21)]
+    pair = of("scale")["size"]["pair"]["curve"]
+    yield (
+        "`sample(512)` + `update_priorities`, ms (p99)",
+        *(f"{pair[n]['p50'] / 1e3:.1f} ({pair[n]['p99'] / 1e3:.1f})" for n in sizes),
+    )
+    for text, part, name in (
+        ("served again after a SIGKILL, s", "restart", "restart"),
+        ("snapshot saved, s", "snapshot", "save"),
+        ("snapshot loaded, s", "snapshot", "load"),
+    ):
+        cells = [_restart(part, name, n) for n in sizes]
+        yield text, *(cell if cell is None else f"{cell:.1f}" for cell in cells)
+
+
+def _restart(part: str, name: str, size: str) -> float | None:
+    if size not in of("scale_restarts")[part][name]["curve"]:
+        return None
+    return over_runs("scale_restarts", lambda r: r[part][name]["curve"][size]["p50"] / 1e6)[1]
+
+
+def crowds() -> Iterator[Row]:
+    """Many processes at one replay."""
+    counts = ("1", "2", "4", "8", "16", "64")
+    yield "a second, from so many processes", *counts
+    found = of("scale_crowds")
+    for text, per_s in (
+        ("steps added by a handle, 8 streams each", found["actors"]["by handle"]["per_s"]),
+        ("sample(32) + update by a handle", found["clients"]["by handle"]["per_s"]),
+        ("sample(32) + update by a URL", found["clients"]["by URL"]["per_s"]),
+    ):
+        yield text, *(f"{per_s[n]['p50']:,.0f}" if n in per_s else None for n in counts)
+
+
+def clients() -> Iterator[Row]:
+    """One call of each kind of client."""
+    found = of("clients")
+    names = next(iter(found.values()))
+    yield "µs a call", "own", "shared", "handle", "URL"
+    for case, text in {
+        "sample": "`sample(512)`, 84x84x4",
+        "update": "`update_priorities` of 512",
+        "add": "`writer.add`, 8 streams of 84x84",
+        "extend": "`extend` of 64 rows, 84x84x4",
+        "tiny sample": "`sample(1)`",
+        "rare sample": "`sample(1)`, 2 ms after the call before",
+        "tiny update": "`update_priorities` of one",
+    }.items():
+        yield text, *(f"{found[case][name]['p50']:,.0f}" for name in names)
+
+
+def host() -> Iterator[Row]:
+    """Between processes of one host."""
+    yield "", "µs"
+    cells = {(c["kind"], c["contender"], c["bytes"]): c for c in of("ring")["cells"]}
+    spins = cells["round_trip", "ring", 64]["us"]["p50"]
+    sleeps = cells["round_trip", "ring, sleeping", 64]["us"]["p50"]
+    chunk = cells["chunk_path", "actor to replay", 64 * 84 * 84]["push_us"]["p50"]
+    yield "round trip of 64 B, both sides spin", f"{spins:.1f}"
+    yield "round trip of 64 B, both sides sleep between", f"{sleeps:.0f}"
+    yield "a chunk of 64 Atari transitions, from commit to sampleable", f"{chunk:.0f}"
+
+
+def hosts() -> Iterator[Row]:
+    """Between hosts: each operation and the bare message of its bytes."""
+    yield "ms", "zapex", "bare, our send buffer", "bare, the system's", "zapex with keys", "bare"
+    for i, (what, text) in enumerate((
+        ("push", "push of 800 Atari transitions, until acknowledged"),
+        ("pull", "new parameters, 13.17 MB"),
+        ("sample", "`sample(512)`, one at a time"),
+    )):  # fmt: skip
+        way = "push" if what == "push" else "pull"
+
+        def bare(name: str, i: int = i, way: str = way) -> Callable[[Any], float]:
+            return lambda r: r["rows"][f"zmq {name}"][i][f"{way}_us"]["p50"] / 1e3
+
+        def ours(kind: str, what: str = what) -> Callable[[Any], float]:
+            return lambda r: r["rows"][f"zapex {kind}"][f"{what}_us"]["p50"] / 1e3
+
+        figures = (
+            ours("tcp"), bare("tcp, our send buffer"), bare("tcp"), ours("tcp+curve"),
+            bare("tcp+curve, our send buffer"),
+        )  # fmt: skip
+        cells = [over_runs("transport_tcp", figure) for figure in figures]
+        yield text, *(f"{mid:.1f} ({low:.1f} to {high:.1f})" for low, mid, high in cells)
+
+
+def ends() -> Iterator[Row]:
+    """One listening end alone."""
+    yield "", "echo of 64 B, µs", "1 MiB into slots, MB/s", "8 MiB, MB/s"
+    names = ["libzmq blocking", "zmtp blocking", "libzmq polling", "zmtp polling", "fstack"]
+    for name in (f"{end}{keys}" for end in names for keys in ("", ", keys")):
+        cells = [
+            over_runs("transport_ends", lambda r, n=name: r["ends"][n]["echo_us"]["p50"]),
+            over_runs("transport_ends", lambda r, n=name: r["ends"][n]["1_mib_mb_per_s"]),
+            over_runs("transport_ends", lambda r, n=name: r["ends"][n]["8_mib_mb_per_s"]),
+        ]
+        yield name, *(f"{middle:,.0f}" for _, middle, _ in cells)
+
+
+def cluster() -> Iterator[Row]:
+    """Communication's share of each role's time."""
+    yield "share of time", "plain", "with keys", "plain, actors unbounded"
+    found = of("cluster")
+    real, paced = "real, the paper's network, batch 512", "paced at 20 ms, batch 64"
+    ways = ("NULL", "CURVE", "NULL, free")
+    for text, name, figure in (
+        ("learner, the paper's network", real, lambda r: r["communication"]["learner"]),
+        ("the same, of all its threads", real, lambda r: r["busy"]["learner"]["communication"]),
+        ("learner with a step of 20 ms", paced, lambda r: r["communication"]["learner"]),
+        ("actor", real, lambda r: r["communication"]["actor"]),
+        ("relay: waits", real, lambda r: r["shares"]["relay"]["wait"]),
+        ("replay server: waits", real, lambda r: r["shares"]["replay"]["wait"]),
+    ):
+        yield text, *(f"{100 * figure(found[f'{name}, {way}']):.1f} %" for way in ways)
+
+
+def survives() -> Iterator[Row]:
+    """What was killed or cut, and what was lost."""
+    yield "", "lost", "doubled or torn", "command"
+    kills = of("kills")
+    chaos = kills["chaos"]
+    yield (
+        f"{sum(chaos['kills'].values()):,} kills of torch-free roles at every step of the protocol",
+        str(chaos["lost"]), str(chaos["doubled"] + chaos["torn"] + chaos["foreign"]),
+        "`make stress`",
+    )  # fmt: skip
+    roles = kills["role_kills"]
+    yield (
+        "`zapex train` with 30 roles killed at random times", str(roles["lost"]),
+        str(roles["doubled"] + roles["torn_or_foreign"]), "`tests.stress.role_kills`",
+    )  # fmt: skip
+    for name, text in (
+        ("network_kills", "four roles over tcp, 300 kills and 101 cut or frozen links"),
+        ("network_kills_zmtp", "the same over zmtp, 100 kills and 30 cuts"),
+        ("network_kills_fstack", "the same over F-Stack"),
+    ):
+        one = kills[name]
+        yield (
+            f"{text}, {one['at_the_replay']:,} chunks", str(one["lost"]), str(one["doubled"]),
+            "`tests.stress.network_kills`",
+        )  # fmt: skip
+    left = kills["group_kills"]["processes_left"] + kills["parent_kills"]["processes_left"]
+    yield "140 whole runs killed: processes left", str(left), None, "`tests.stress.group_kills`"
+    torn = sum(run["torn"] for run in kills["mailbox_reads"]["runs"])
+    yield (
+        "parameters read against a busy writer, 10^7 times", None, str(torn),
+        "`tests.stress.mailbox_reads`",
+    )  # fmt: skip
+
+
+def files() -> Iterator[Row]:
+    """The command, commit and day of every file."""
+    yield "file", "made by", "commit", "day"
+    for name, command in COMMANDS.items():
+        whole = load(name)
+        parts = [whole[0]] if isinstance(whole, list) else [whole, *whole["results"].values()]
+        facts = next(one["machine"] for one in parts if "machine" in one)
+        yield name, f"`{command}`", facts["commit"] or None, facts["time"][:10]
+
+
+COMMANDS = {
+    "train_cartpole": "zapex bench train cartpole",
+    "train_speed": "zapex bench train speed",
+    "learning": "make learning",
+    "learner": "zapex bench learner",
+    "balance": "zapex bench balance",
+    "sumtree": "zapex bench sumtree --peers",
+    "replay": "zapex bench replay --peers",
+    "clients": "zapex bench clients",
+    "shards": "zapex bench shards",
+    "scale": "zapex bench scale --only size --only batch",
+    "scale_restarts": "zapex bench scale --only restart --only snapshot",
+    "scale_crowds": "zapex bench scale --only actors --only clients",
+    "ring": "zapex bench ring",
+    "transport": "zapex bench transport --only sizes",
+    "transport_tcp": "zapex bench transport --only rows --over tcp tcp+curve --rounds 10",
+    "transport_ends": "zapex bench transport --only ends",
+    "cluster": "zapex bench cluster",
+    "simulate": "zapex bench simulate",
+    "paper": "zapex bench paper",
+    "paper_real": "zapex bench paper --real --actors 1 2",
+    "paper_fstack": "zapex bench paper --systems a d-zmtp d-fstack",
+    "paper_redis_fstack": "zapex bench paper --systems a",
+    "kills": "python -m tests.stress.role_kills",
+    "fuzz": "make fuzz",
+}
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {
+    one.__name__: one
+    for one in (
+        training, variants, learners, replay, tree, scale, crowds, clients, host, hosts, ends,
+        cluster, survives, files,
+    )
+}  # fmt: skip
+
+
+def markdown(rows: Iterator[Row]) -> str:
+    """A table; its first row is the head."""
+    lines = [f"| {' | '.join(cell or '' for cell in row)} |" for row in rows]
+    columns = lines[0].count(" | ") + 1
+    return "\n".join([lines[0], "|" + "---|" * columns, *lines[1:]]) + "\n"
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the results have them. Raises KeyError for an unknown table."""
+    return _MARKED.sub(lambda m: f"{m[1]}\n{markdown(TABLES[m[2]]())}\n{m[3]}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write tables and pictures, or check the tables."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    options = parser.parse_args(argv)
+    changed = False
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text, new = page.read_text(), filled(page.read_text())
+        if new != text:
+            changed = True
+            print(f"{page.relative_to(ROOT)} {'is out of date' if options.check else 'written'}")
+            if not options.check:
+                page.write_text(new)
+    if not options.check:
+        pictures.draw(load, RESULTS)
+    return int(options.check and changed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.cells import CELLS
-from benchmarks.learning.scores import plot, scores, table
+from benchmarks.learning.scores import scores, table
 from benchmarks.support.harness import put_json
 from benchmarks.support.machine import RESULTS, ROOT
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hours", type=float, default=0.0, help="go on with the next for so long")
     parser.add_argument("--cell", action="append", default=[], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="make all, and write them here")
-    parser.add_argument("--publish", action="store_true", help="join and draw what is there")
+    parser.add_argument("--publish", action="store_true", help="join what is there")
     parser.add_argument("--work", type=Path, default=WORK, metavar="DIR")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     options = parser.parse_args(argv)
@@ -78,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = report["results"]
     if options.publish:
         put_json(published, report)
-        plot(runs, published.with_suffix(".png"))
     for pattern in options.cell:
         if not any(fnmatch(name, pattern) for name in CELLS):
             parser.error(f"no run is named {pattern}: they are {', '.join(CELLS)}")

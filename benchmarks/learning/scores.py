@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from benchmarks.learning.cells import OURS, PEERS, group_name
@@ -85,14 +85,10 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+def plot(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Mean return of the last 100 games of all streams over minutes, a panel for each game."""
-    from matplotlib.figure import Figure
-
     grouped = groups(runs)
     games = sorted({env for env, _ in grouped})
-    if not games:
-        return
     columns = min(len(games), 3)
     rows = -(-len(games) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
@@ -106,7 +102,7 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         panel.grid(alpha=0.3)
     for panel in panels:
         panel.set_axis_off()
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _draw(panel: Any, group: Sequence[Mapping[str, Any]], variant: str) -> None:

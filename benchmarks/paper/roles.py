@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.transport.paced import Clock
+from benchmarks.support.harness import Clock
 
 WAITING, READY, OVER = 0, 1, -1  # words[0] is the number of the window, from 1, while there is one
 ACTOR_COMMUNICATION = ("push", "pull")

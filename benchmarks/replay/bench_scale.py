@@ -1,6 +1,6 @@
 """How the replay's calls grow with its size, with the batch, with actors and with clients.
 
-    python -m benchmarks.replay.bench_scale [--quick] [--only PART] [--plot PNG] [--json FILE]
+    python -m benchmarks.replay.bench_scale [--quick] [--only PART] [--json FILE]
 
 size      sample(512), update_priorities of them and writer.add of 64 streams, 2^14 to 2^21 Atari
           transitions, once every slot has been written and every chunk evicts another
@@ -289,55 +289,11 @@ def show(results: Mapping[str, Any]) -> None:
         print(goal(f"sample + update at {int(large):,} over {int(small):,}", ratio, 1.3, " x"))
 
 
-def plot(results: Mapping[str, Any], path: Path) -> None:
-    """One panel a part, medians with p99 and p99.9 above them, or p10 to p90 around them.
-
-    A panel shows at least a factor of ten, so that noise looks like noise.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    wide = min(3, len(results))
-    high = -(-len(results) // wide)
-    figure, axes = plt.subplots(
-        high, wide, figsize=(4.4 * wide, 4.2 * high), layout="constrained", squeeze=False
-    )
-    for axis in axes.flat[len(results) :]:
-        axis.remove()
-    for axis, (part, by_call) in zip(axes.flat, results.items(), strict=False):
-        for name, found in by_call.items():
-            xs = [int(x) for x in found["curve"]]
-            label = f"{name} (exponent {found.get('exponent', 0):.2f})"
-            (line,) = axis.plot(
-                xs, [one["p50"] for one in found["curve"].values()], "o-", label=label, markersize=4
-            )
-            for point, style in (("p99", "--"), ("p99.9", ":")):
-                ys = [one.get(point) for one in found["curve"].values()]
-                if None not in ys:
-                    axis.plot(xs, ys, style, color=line.get_color(), linewidth=0.9)
-            if "p99" not in found["curve"][str(xs[0])]:
-                low, high = ([one[p] for one in found["curve"].values()] for p in ("p10", "p90"))
-                axis.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        axis.set(xscale="log", yscale="log", title=part, ylabel="us a call")
-        least, most = axis.get_ylim()
-        if most < 10 * least:
-            middle = (least * most) ** 0.5
-            axis.set_ylim(middle / 10**0.5, middle * 10**0.5)
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
-    figure.suptitle("medians, p99 (dashed) and p99.9 (dotted); p10 to p90 of five rounds (shaded)")
-    figure.savefig(path, dpi=120)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """How the replay's calls grow with what there is of everything."""
     parser = arguments(main.__doc__ or "")
     parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves")
     parser.add_argument("--cell", help="one measurement in this process (what:words)")
     options = parser.parse_args(argv)
     if options.cell:
@@ -350,8 +306,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[part] = PARTS[part](rounds, options.quick)
         print(f"{part}: {(time.monotonic() - began) / 60:.1f} min", file=sys.stderr)
     show(results)
-    if options.plot:
-        plot(results, options.plot)
     write_json(options, "scale", results, rounds=rounds, unit="us a call", batch=BATCH)
     return 0
 

@@ -1,6 +1,6 @@
 """The sum tree against the memory's own speed, and against other libraries' trees.
 
-    python -m benchmarks.replay.bench_sumtree [--quick] [--peers] [--json FILE] [--plot PNG]
+    python -m benchmarks.replay.bench_sumtree [--quick] [--peers] [--json FILE]
 
 Every figure is nanoseconds an item, the median over interleaved rounds. Each call takes places that
 the calls before it did not:
@@ -21,7 +21,6 @@ the cold case: a learner's step lies between two draws.
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,44 +184,14 @@ def print_peers(results: dict[str, Any]) -> None:
             print(line)
 
 
-def plot(cells: list[dict[str, Any]], path: Path) -> None:
-    """The pair and the roofline over capacity and over batch, as a PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    colours = {"fresh": "tab:blue", "cold": "tab:orange"}
-    for axis, x, fixed, value in (
-        (axes[0], "capacity", "batch", HEADLINE[1]),
-        (axes[1], "batch", "capacity", HEADLINE[0]),
-    ):
-        chosen = [cell for cell in cells if cell[fixed] == value]
-        xs = [cell[x] for cell in chosen]
-        for state, colour in colours.items():
-            for name, style in (("pair", "o-"), ("roof", "--")):
-                ys = [cell[state][name]["p50"] for cell in chosen]
-                axis.plot(xs, ys, style, color=colour, label=f"{name}, {state}", markersize=4)
-        axis.set(xscale="log", yscale="log", xlabel=x, title=f"{fixed} {value}")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("ns an item")
-    axes[0].legend()
-    figure.suptitle("sample + update of the sum tree, and the memory's own speed")
-    figure.savefig(path, dpi=120)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """How fast the sum tree is, as a multiple of the memory's own speed."""
     parser = arguments(main.__doc__ or "", pins=True)
     add_peer_arguments(parser)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the sweep")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {"sweep": sweep_sizes(options.quick)}
     if options.peers:
         results["peers"] = compare_peers(options.peers_python, options.quick)
-    if options.plot:
-        plot(results["sweep"], options.plot)
     rounds = min(rounds_of(options.quick).values())
     write_json(options, "sumtree", results, rounds=rounds, unit="ns an item")
     return 0

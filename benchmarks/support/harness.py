@@ -88,6 +88,20 @@ def p10_p90(values: Sequence[float]) -> list[float]:
     return [float(f"{v:.6g}") for v in np.percentile(values, [10, 90])]
 
 
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._phase, self._since = "other", time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """From now on it is another phase."""
+        now = time.perf_counter()
+        self.spent[self._phase] = self.spent.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+
 class Rounds(NamedTuple):
     """Cells by name: each figure's median, and its p10 and p90 over the rounds."""
 

@@ -28,28 +28,21 @@ from zapex.host.metrics import RoleMetrics
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
 
-Result = dict[str, Any]
-
 START_S = 600.0  # compiling every kernel on a busy machine, and then some
 SETTLE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """All that only grows, at one moment. Seconds; names are those of the processes.
+    """Everything that only grows, at one moment. Names are those of the processes.
 
-    roles: counters, gauges, "phase/<name>" and "cpu/<name>" of each role. cpu_s: of all threads; of
-    the parent those that populate the memory are told apart. queued_s: how long threads were ready
-    to run and had no core. populated: share of the shared memory that the parent has touched.
+    roles: counters, gauges and "phase/<name>" seconds of each role. cpu_s: processor seconds of all
+    threads of a process.
     """
 
     time_s: float
     roles: dict[str, dict[str, float]]
     cpu_s: dict[str, float]
-    queued_s: dict[str, float]
-    idle_s: float
-    stolen_s: float
-    populated: float
 
 
 def zapex_command() -> list[str]:
@@ -58,16 +51,10 @@ def zapex_command() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", "zapex"]
 
 
-def paced_command(step_s: float) -> list[str]:
-    """The same with a learner whose step takes so long and computes nothing."""
-    return [sys.executable, "-m", "benchmarks.support.paced_learner", str(step_s)]
-
-
 class TrainRun:
     """`zapex train --plain ARGUMENTS` in a fresh run directory; left, it is ended and removed.
 
     began_s: `time.monotonic()` at the command. environment: variables that differ from ours.
-    step_s: of a learner that computes nothing and takes so long for a batch; None: the real one.
     """
 
     def __init__(
@@ -75,20 +62,17 @@ class TrainRun:
         spec: EnvironmentSpec,
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
-        step_s: float | None = None,
     ) -> None:
         self._spec = spec
         self._directory = tempfile.TemporaryDirectory(prefix="zapex-bench-")
         self.path = Path(self._directory.name) / "run"
         self._log = Path(self._directory.name) / "log"
         self._blocks: dict[str, RoleMetrics] = {}
-        self.nbytes = 0
-        command = zapex_command() if step_s is None else paced_command(step_s)
-        told = ["--env", spec.env_id, "--plain", "--run-dir", str(self.path)]
+        command = [*zapex_command(), "train", "--env", spec.env_id, "--plain"]
         with self._log.open("wb") as log:
             self.began_s = time.monotonic()
             self.process = subprocess.Popen(
-                [*command, "train", *told, *arguments],
+                [*command, "--run-dir", str(self.path), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -126,11 +110,6 @@ class TrainRun:
             self._attach()
         return self._blocks
 
-    def count_cpu(self) -> None:
-        """Have every role count its processor time by phase; costs it a few system calls a step."""
-        for block in self.blocks().values():
-            block.count_cpu()
-
     def _attach(self) -> None:
         links = Path(f"/proc/{self.process.pid}/fd")
         try:
@@ -145,7 +124,6 @@ class TrainRun:
             host = HostMemory(plan, control, np.empty(0, np.uint8), [])
             self._blocks = {name: host.metrics(name) for name, _ in plan.roles}
             self.config = Config().replace(**settings)
-            self.nbytes = plan.nbytes + plan.replay.nbytes
         except (OSError, ValueError, SharedMemoryError):
             return  # it is only just being made; the next look will see it
 
@@ -154,14 +132,8 @@ class TrainRun:
         block = self.blocks().get(name)
         return block.snapshot(alive=False)[counter] if block else 0.0
 
-    def populated(self) -> float:
-        """Share of the shared memory's pages that the parent has touched."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        shared = next((x for x in status.splitlines() if x.startswith("RssShmem:")), "0 0")
-        return 1024 * int(shared.split()[1]) / self.nbytes if self.nbytes else 0.0
-
     def wait_until(self, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.25) -> None:
-        """Raises RuntimeError, with what the run has printed, where it never comes to that."""
+        """Wait for it. Raises RuntimeError with the run's output if the run ends or time is up."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -169,33 +141,14 @@ class TrainRun:
             time.sleep(poll_s)
 
     def look(self) -> Look:
-        """Everything now; a process that has not begun yet is left out."""
+        """Everything now; a process that has not started yet is left out."""
         blocks = {name: block for name, block in self.blocks().items() if block.pid}
         pids = {"parent": self.process.pid} | {name: b.pid for name, b in blocks.items()}
-        machine = psutil.cpu_times()
-        cpu_s = {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
-        threads = psutil.Process(self.process.pid).threads()
-        main_s = sum(t.user_time + t.system_time for t in threads if t.id == self.process.pid)
         return Look(
             time_s=time.monotonic(),
             roles={name: block.snapshot() for name, block in blocks.items()},
-            cpu_s=cpu_s | {"parent": main_s, "populating": cpu_s["parent"] - main_s},
-            queued_s={name: _queued_s(pid) for name, pid in pids.items()},
-            idle_s=machine.idle + machine.iowait,
-            stolen_s=machine.steal,
-            populated=self.populated(),
+            cpu_s={name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()},
         )
-
-
-def _queued_s(pid: int) -> float:
-    """Of the threads that live; their second number is nanoseconds ready without a core."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            total += int((task / "schedstat").read_text().split()[1])
-        except (OSError, IndexError):  # it has just ended, or the kernel does not count this
-            continue
-    return total / 1e9
 
 
 def rates(before: Look, after: Look) -> dict[str, float]:

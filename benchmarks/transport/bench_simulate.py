@@ -37,8 +37,7 @@ from benchmarks.paper.experience import setting_of
 from benchmarks.paper.points import LOAD_LIMIT, Child, cycles_of, serve, wait_until
 from benchmarks.paper.roles import OVER, READY, actor, learner
 from benchmarks.support.harness import arguments, goal, joined, median, p10_p90, write_json
-from benchmarks.transport.bench_edge import wait_until_it_listens
-from benchmarks.transport.long_link import Line, LongLink
+from benchmarks.transport.long_link import Line, LongLink, wait_until_it_listens
 from benchmarks.transport.server import PARAMETER_BYTES, PREFETCH, Setting, warm
 from zapex.config.settings import Config
 from zapex.envs import environments

@@ -1,14 +1,13 @@
 """One end that listens, alone: echoes of 64 B, large messages into slots, and CPU while idle.
 
-A libzmq ROUTER, zapex's router over the kernel's sockets, and bare sockets, as a roof, answer the
-same requests. The clients of both routers are the same pyzmq DEALER. Server and client have one
-half of the cores each. Who polls gives its core away between two looks, as I/O threads of libzmq
-may need it. CPU is that of all threads of the server's process. Every connection has the send
-buffer of zapex's links (docs/decisions/0012): with the system's, bbr's pacing would be measured.
+A libzmq ROUTER and zapex's router over the kernel's sockets or F-Stack's answer the same requests
+of the same pyzmq DEALER. Server and client have one half of the cores each. A polling end yields
+its core between two looks, because libzmq's I/O threads may need it. CPU is that of all threads of
+the server's process. Every connection has the send buffer of zapex's links (docs/decisions/0012):
+with the system's, bbr's pacing would be measured.
 """
 
 import os
-import socket
 import struct
 import time
 import zlib
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.harness import clock_ns, percentiles
-from benchmarks.transport.roofs import connected
 from zapex.fstack.loop import Setup
 from zapex.machine.memory import keep_memory
 from zapex.net.sockets import SEND_BUFFER_BYTES
@@ -27,11 +25,7 @@ ECHO, PUSH, CPU, CHECK = b"e", b"p", b"c", b"x"  # a request; PUSH: into a slot
 LARGE = (1 << 20, 8 << 20)
 _ECHO_BYTES, _SLOTS = 64, 8
 _WORD = struct.Struct("<Q")
-_HEAD = struct.Struct("<cQ")
 _TIMEOUT_S = 60
-SO_BUSY_POLL, BUSY_POLL_US = 46, 50
-SO_ZEROCOPY, MSG_ZEROCOPY, MSG_ERRQUEUE = 60, 0x4000000, 0x2000
-_COPIED = 1  # of sock_extended_err.ee_code: the kernel copied after all
 
 Keys = tuple[bytes, bytes] | None
 """Public and secret, in Z85."""
@@ -58,17 +52,12 @@ class Slots:
         return self._last
 
     def answer(self, what: bytes, body: Any) -> Any:
-        """To a request whose body is in its slot, if it has one."""
-        return answer(what, body, self._last)
-
-
-def answer(what: bytes, body: Any, last: Any) -> Any:
-    """To a request. last: the last large message, where it lies."""
-    if what == ECHO:
-        return body
-    if what == CPU:
-        return _WORD.pack(time.process_time_ns())
-    return _WORD.pack(zlib.crc32(last) if what == CHECK else 0)
+        """The answer to a request; a large body lies in the last slot."""
+        if what == ECHO:
+            return body
+        if what == CPU:
+            return _WORD.pack(time.process_time_ns())
+        return _WORD.pack(zlib.crc32(self._last) if what == CHECK else 0)
 
 
 def libzmq_server(url: str, polling: bool, keys: Keys) -> None:
@@ -164,154 +153,11 @@ def zmq_client(url: str, polling: bool, seconds: float, key: bytes | None) -> di
     return measure(begin, take, polling, seconds)
 
 
-def socket_server(address: str, port: int, polling: bool, busy_poll_us: int) -> None:
-    """Answers one connection."""
-    pin(0)
-    listener, slots = socket.create_server((address, port)), Slots()
-    link, _ = listener.accept()
-    tune(link, polling, busy_poll_us)
-    head, small = bytearray(_HEAD.size), memoryview(bytearray(_ECHO_BYTES))
-    while read(link, head, polling):
-        what, nbytes = _HEAD.unpack(head)
-        body = slots.take(nbytes) if what == PUSH else small[:nbytes]
-        read(link, body, polling)
-        link.setblocking(True)
-        link.sendall(slots.answer(what, body))
-        link.setblocking(not polling)
-
-
-def uring_server(address: str, port: int) -> None:
-    """Answers one connection by io_uring: one call into the kernel for each transfer."""
-    import liburing as uring
-
-    pin(0)
-    listener = socket.create_server((address, port))
-    link, _ = listener.accept()
-    tune(link, False, 0)
-    ring, entry = uring.Ring(), uring.Cqe()
-    uring.io_uring_queue_init(8, ring, 0)
-
-    def call(prepare: Callable[..., None], data: Any) -> bool:
-        wanted = uring.io_uring_get_sqe(ring)
-        prepare(wanted, link.fileno(), data, socket.MSG_WAITALL)
-        uring.io_uring_sqe_set_data64(wanted, 1)
-        uring.io_uring_submit_and_wait(ring, 1)
-        uring.io_uring_wait_cqe(ring, entry)
-        moved = entry[0].res
-        uring.io_uring_cq_advance(ring, 1)
-        return bool(moved == len(data))
-
-    slots: dict[int, list[bytearray]] = {n: [bytearray(n) for _ in range(_SLOTS)] for n in LARGE}
-    head, small, last, turn = bytearray(_HEAD.size), bytearray(_ECHO_BYTES), bytearray(), 0
-    while call(uring.io_uring_prep_recv, head):
-        what, nbytes = _HEAD.unpack(head)
-        if what == PUSH:
-            turn += 1
-            last = slots[nbytes][turn % _SLOTS]
-        if nbytes:
-            call(uring.io_uring_prep_recv, last if what == PUSH else small)
-        call(uring.io_uring_prep_send, bytes(answer(what, small, last)))
-
-
 def yield_until(until_s: float) -> None:
     """Let others run, between two looks. Raises TimeoutError after this time."""
     os.sched_yield()
     if time.monotonic() > until_s:
         raise TimeoutError(f"the server has not answered within {_TIMEOUT_S} s")
-
-
-def tune(link: socket.socket, polling: bool, busy_poll_us: int) -> None:
-    """Of a bare socket: no delay; whether the kernel polls the device, or we poll the socket."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if busy_poll_us:
-        link.setsockopt(socket.SOL_SOCKET, SO_BUSY_POLL, busy_poll_us)
-    link.setblocking(not polling)
-
-
-def read(link: socket.socket, into: Any, polling: bool) -> bool:
-    """Fill `into`; False: the connection has ended."""
-    view, until_s = memoryview(into), time.monotonic() + _TIMEOUT_S
-    while view:
-        try:
-            count = link.recv_into(view)
-        except BlockingIOError:
-            yield_until(until_s)
-            continue
-        if not count:
-            return False
-        view = view[count:]
-    return True
-
-
-def socket_client(
-    address: str, port: int, polling: bool, seconds: float, busy_poll_us: int = 0,
-    zerocopy: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Every figure of a bare socket's server. zerocopy: large messages go by MSG_ZEROCOPY."""
-    pin(1)
-    link = connected(lambda: socket.create_connection((address, port), timeout=_TIMEOUT_S))
-    tune(link, polling, busy_poll_us)
-    sizes: list[int] = []
-    sends = ZeroCopy(link) if zerocopy else None
-
-    def begin(what: bytes, body: Any) -> None:
-        link.setblocking(True)
-        if sends is not None and len(body) > _ECHO_BYTES:
-            link.sendall(_HEAD.pack(what, len(body)))
-            sends.sendall(body)
-        else:
-            link.sendall(b"".join((_HEAD.pack(what, len(body)), body)) if len(body) < 1 << 16
-                         else _HEAD.pack(what, len(body)))  # fmt: skip
-            if len(body) >= 1 << 16:
-                link.sendall(body)
-        link.setblocking(not polling)
-        sizes.append(len(body) if what == ECHO else _WORD.size)
-
-    def take() -> bytes:
-        answer = bytearray(sizes.pop(0))
-        read(link, answer, polling)
-        return bytes(answer)
-
-    found = measure(begin, take, polling, seconds)
-    if busy_poll_us:
-        found["busy_poll_us"] = link.getsockopt(socket.SOL_SOCKET, SO_BUSY_POLL)
-    if sends is not None:
-        found |= {"zerocopy_sends": sends.sends, "zerocopy_copied": sends.copied}
-    return found
-
-
-class ZeroCopy:
-    """Sends from the caller's memory, and waits until the kernel has let go of it.
-
-    sends: calls that the kernel has reported. copied: those that it copied after all, as it must
-    where the receiver is on the same machine.
-    """
-
-    def __init__(self, link: socket.socket) -> None:
-        link.setsockopt(socket.SOL_SOCKET, SO_ZEROCOPY, 1)
-        self._link, self._under_way = link, 0
-        self.sends = self.copied = 0
-
-    def sendall(self, data: Any) -> None:
-        """All of it; returns when its memory may be changed."""
-        view, until_s = memoryview(data), time.monotonic() + _TIMEOUT_S
-        while view:
-            view = view[self._link.send(view, MSG_ZEROCOPY) :]
-            self._under_way += 1
-        while self._under_way:
-            try:
-                _, reports, _, _ = self._link.recvmsg(0, 512, MSG_ERRQUEUE)
-            except BlockingIOError:
-                yield_until(until_s)
-                continue
-            for _, _, report in reports:
-                # struct sock_extended_err: errno, origin, type, code, pad, first, last
-                _, _, _, code, _, first, last = struct.unpack_from("=IBBBBII", report)
-                count = last - first + 1
-                self._under_way -= count
-                self.sends += count
-                self.copied += count * (code & _COPIED)
 
 
 def measure(

@@ -17,6 +17,7 @@ import json
 import random
 import select
 import selectors
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ _TURN = 1 << 16
 _PACKET = 1448
 _QUEUE_S = 0.02  # of the line's rate; beyond that its sender waits
 _UNDER_WAY_BYTES = 64 << 20  # of a connection at a time: more than lines of these rates hold
-_DEADLINE_S = 30.0
+_DEADLINE_S, _START_S = 30.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,16 @@ async def _serve(targets: list[int]) -> None:
     while order := await orders.readline():  # its parent's end closes the pipe
         relay.line = Line(**json.loads(order))
         print(json.dumps(relay.counts()), flush=True)
+
+
+def wait_until_it_listens(port: int) -> None:
+    """Raises RuntimeError after five minutes."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"nothing listened at port {port} within {_START_S:g} s")
 
 
 class LongLink:

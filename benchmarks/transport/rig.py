@@ -240,12 +240,6 @@ class NetworkClient:
         self.samples.request()
         return received
 
-    def push_and_sample(self) -> None:
-        """One push and one batch, both under way at once."""
-        self.samples.request()
-        self.push()
-        self.poll()
-
     def update(self) -> None:
         """New priorities for the last batch, acknowledged."""
         assert self.samples.update(self.batch.keys, self.priorities)
@@ -357,7 +351,6 @@ def measure_network(client: NetworkClient, setting: Setting, seconds: float) -> 
     for _ in range(PREFETCH):
         client.poll()
     found["update_us"], found["update_bytes"] = timed(client.update, seconds), 12 * setting.batch
-    found["push_and_sample_us"] = timed(client.push_and_sample, seconds)
     return found
 
 
