@@ -32,11 +32,11 @@ from tests.test_transports import play
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.layout import BatchLayout
 from zapex.chunks.store import ChunkStore
+from zapex.machine import tcp
 from zapex.net import keys as curve_keys
-from zapex.net import sockets as zmq_socket
 from zapex.net.link import HELLO_S
 from zapex.net.sample_source import ZmqSampleSource
-from zapex.net.sockets import CLIENT_COPIED_BYTES, Dealers, RouterListener, send
+from zapex.net.sockets import CLIENT_COPIED_BYTES, Dealers, RouterListener, listen, send
 from zapex.wire.control import encode
 from zapex.wire.experience import Push
 from zapex.wire.header import Kind, kind_of
@@ -103,10 +103,10 @@ def test_a_send_buffer_is_small_until_the_peer_is_found_to_be_far(far_us: int) -
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     link = make_link(server.url, "reader", 1, layout, clock_s=lambda: time.monotonic() + later_s[0])
     turn = lambda: (server.turn(), link.do_work())  # noqa: E731
-    with mock.patch.object(zmq_socket, "FAR_US", 1 << 31):
+    with mock.patch.object(tcp, "FAR_US", 1 << 31):
         until(lambda: link.is_open, turn, "welcomes")
     assert send_buffers_locked() == 4 * [True]
-    with mock.patch.object(zmq_socket, "FAR_US", far_us):
+    with mock.patch.object(tcp, "FAR_US", far_us):
         heard, later_s[0] = link.counts["messages"], HELLO_S
         until(lambda: link.counts["messages"] >= heard + 2, turn, "welcomes again")
     assert send_buffers_locked() == 4 * [far_us > 1]
@@ -118,7 +118,7 @@ def test_the_largest_part_that_is_allowed_passes_encrypted_too(tmp_path: Path) -
         r: curve_keys.Security.load(str(tmp_path / "keys"), r, False) for r in ("replay", "learner")
     }
     nbytes, got = 1 << 18, []
-    listener = RouterListener("tcp://127.0.0.1:0", ends["replay"], nbytes)
+    listener = listen("tcp://127.0.0.1:0", ends["replay"], nbytes)
     dealers = Dealers(listener.url, ends["learner"], nbytes, connections=1)
     OPEN.extend([listener, dealers])
     part = np.arange(nbytes).astype(np.uint8).data
@@ -127,7 +127,7 @@ def test_the_largest_part_that_is_allowed_passes_encrypted_too(tmp_path: Path) -
     def turn() -> None:
         listener.do_work()
         received = listener.receive()
-        got.extend(received.buffers if received is not None else [])
+        got.extend(received[1] if received is not None else [])
 
     until(lambda: got, turn, "the largest part")
     assert got[0].buffer == part

@@ -27,7 +27,7 @@ For readers of the code: where things live. Imports run down this map and never 
      5  checkpoints, replay
      4  config, envs, sumtree_numba
      3  agent, chunks, fstack, shm_ring, sumtree_kernels
-     2  machine, zmtp
+     2  machine
      1  errors, processes, version
 """
 

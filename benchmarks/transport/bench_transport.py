@@ -30,7 +30,7 @@ from benchmarks.transport import ends, fstack_place, rig, roofs
 from benchmarks.transport import server as served
 from benchmarks.transport.fstack_place import FstackPlace
 from benchmarks.transport.places import Places, Process
-from zapex.net.sockets import SEND_BUFFER_BYTES
+from zapex.machine.tcp import SEND_BUFFER_BYTES
 
 Result = dict[str, Any]
 SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.harness import clock_ns, percentiles
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 from zapex.machine.memory import keep_memory
-from zapex.net.sockets import SEND_BUFFER_BYTES
+from zapex.machine.tcp import SEND_BUFFER_BYTES
 
 ECHO, PUSH, CPU, CHECK = b"e", b"p", b"c", b"x"  # a request; PUSH: into a slot
 LARGE = (1 << 20, 8 << 20)
@@ -90,34 +90,23 @@ def zmtp_server(
     """Answers for ever. Large messages are received into slots. fstack: on F-Stack's sockets."""
     from zmq.utils import z85
 
-    from zapex.zmtp.connection import Connection, Limits
-    from zapex.zmtp.curve import CurveServer
-    from zapex.zmtp.handshake import Local, Null
-    from zapex.zmtp.reactor import KernelReactor, Reactor
-    from zapex.zmtp.router import Router
+    from zapex.fstack.listener import Keys as CurveKeys
+    from zapex.fstack.listener import listen
+    from zapex.fstack.zmtp import Limits
 
     pin(0)
     keep_memory()
-    slots, own, limits = Slots(), Local(b"ROUTER"), Limits(max(LARGE), 4)
+    slots, pair = Slots(), None
+    if keys is not None:
+        pair = CurveKeys(z85.decode(keys[0]), z85.decode(keys[1]), lambda key: "anybody")
 
-    def place(earlier: Any, nbytes: int) -> Any:
+    def place(peer: bytes, earlier: Any, nbytes: int) -> Any:
         return slots.take(nbytes) if earlier and earlier[0] == PUSH else None
 
-    def make(peer: bytes) -> Connection:
-        if keys is None:
-            return Connection(Null(own), limits, place)
-        pair = z85.decode(keys[0]), z85.decode(keys[1])
-        return Connection(CurveServer(own, *pair, lambda key: "anybody"), limits, place)
-
-    reactor: Reactor = KernelReactor()
-    if fstack is not None:
-        from zapex.fstack.loop import Loop
-        from zapex.fstack.reactor import FstackReactor
-
-        reactor = FstackReactor(Loop(fstack))
-    router = Router(reactor, reactor.listen(address, port, SEND_BUFFER_BYTES)[0], make)
+    router = listen(address, port, pair, Limits(max(LARGE), 4), large_bytes=1 << 16, setup=fstack)
+    router.place = place
     while True:
-        router.poll(0.0 if polling else 1.0)
+        router.do_work(0.0 if polling else 1.0)
         found = router.receive()
         if found is None and polling:
             os.sched_yield()

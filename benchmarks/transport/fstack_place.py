@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import NamedTuple
 
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 
 _NAMES = ("lib", "conf", "eal")
 

@@ -14,7 +14,7 @@ import numpy as np
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.columns import Column
 from zapex.chunks.schema import Schema
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 from zapex.host.metrics import RoleMetrics
 from zapex.host.roster import Roster
 from zapex.library.prioritized import PrioritizedReplay
@@ -23,10 +23,10 @@ from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.net import keys as curve_keys
 from zapex.net.keys import Security
-from zapex.net.listener import listen
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
+from zapex.net.sockets import listen
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from tests.support.fstack import addresses, free_port
-from zapex.fstack._abi import (
+from zapex.fstack import Setup
+from zapex.fstack.binding import (
     ADDRESS_BYTES,
     EV_ADD,
     EV_DELETE,
@@ -26,7 +27,7 @@ from zapex.fstack._abi import (
     Iovec,
     Kevent,
 )
-from zapex.fstack.loop import Loop, Setup
+from zapex.fstack.loop import Loop
 
 NONBLOCKING = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
 READ, WRITE = -1, -2

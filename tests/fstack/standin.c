@@ -1,4 +1,4 @@
-/* A stand-in for F-Stack: its interface (zapex/fstack/_abi.py) over the kernel's sockets.
+/* A stand-in for F-Stack: its interface (zapex/fstack/binding.py) over the kernel's sockets.
  *
  * It has F-Stack's habits, which tests/fstack/test_calls.py holds against a real library: blocking
  * calls fail with EPERM, some values are FreeBSD's, time-outs are ignored, descriptors begin at

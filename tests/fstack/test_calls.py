@@ -11,7 +11,7 @@ import pytest
 
 from tests.fstack.calls import CASES, LAST
 from tests.support import fstack
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 
 ENDED = "the process was ended by a signal"
 SET = [8, 4, 5, 2, 3, 4]  # options that are on or off read back as their bit

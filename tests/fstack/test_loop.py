@@ -10,7 +10,8 @@ import pytest
 from tests.support import fstack
 from tests.support.transport_rigs import goes_on
 from zapex.errors import ConfigError
-from zapex.fstack.loop import Setup, loop_of
+from zapex.fstack import Setup
+from zapex.fstack.loop import loop_of
 
 PATIENCE_S = 20.0
 
@@ -70,8 +71,8 @@ def test_the_last_listener_ends_f_stack_and_it_does_not_start_again() -> None:
     host = fstack.addresses(setup)[0]
     assert goes_on(f"""
 from zapex.errors import ConfigError
-from zapex.fstack.loop import Setup, loop_of
-from zapex.fstack.reactor import FstackReactor
+from zapex.fstack import Setup
+from zapex.fstack.loop import FstackReactor, loop_of
 import os
 out = os.dup(1)
 os.dup2(2, 1)  # F-Stack prints, too

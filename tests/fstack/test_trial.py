@@ -10,8 +10,7 @@ from tests.support import fstack
 from tests.support.transport_rigs import SCHEMA
 from zapex.cli.main import main
 from zapex.errors import ConfigError
-from zapex.fstack import trial
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup, trial
 
 STANDIN = fstack.standin()
 HOST = fstack.addresses(STANDIN)[0]

@@ -20,10 +20,10 @@ from zapex.library.owner import OwnedReplay
 from zapex.library.url_handler import CallHandler
 from zapex.library.url_link import CONFIG, form_of
 from zapex.machine.mailbox import Mailbox
-from zapex.net.listener import Received
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
+from zapex.net.sockets import Received
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake
@@ -54,7 +54,7 @@ class _Listener:
     def next(self) -> None:
         """The next message comes."""
         peer, *buffers = self._inbox.pop()
-        self._now.append(Received(peer, buffers))
+        self._now.append((peer, buffers))
 
     def receive(self) -> Received | None:
         return self._now.pop() if self._now else None
@@ -62,10 +62,10 @@ class _Listener:
     def ready(self) -> bool:
         return bool(self._now)
 
-    def role_of(self, received: Received) -> str | None:
+    def role_of(self, peer: bytes, buffers: Sequence[Any]) -> str | None:
         return None
 
-    def address_of(self, received: Received) -> str:
+    def address_of(self, peer: bytes, buffers: Sequence[Any]) -> str:
         return ""
 
     def send(self, peer: bytes, buffers: Sequence[Any]) -> _Sent:

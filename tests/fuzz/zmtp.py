@@ -21,12 +21,12 @@ from tests.support.zmtp_peers import (
     feed,
     null_ends,
 )  # fmt: skip
-from zapex.zmtp import frames
-from zapex.zmtp.connection import Connection, Limits
+from zapex.fstack import zmtp
+from zapex.fstack.zmtp import Connection, Limits
 
 LIMITS = Limits(frame_bytes=1024, frames=4)
 MESSAGES = [[b"one"], [b"", b"x" * 300, b"y"]]
-_FLAGS = (0, 0, frames.MORE, frames.COMMAND)
+_FLAGS = (0, 0, zmtp.MORE, zmtp.COMMAND)
 
 
 def _judge(make_server: Callable[[], Connection], data: bytes, in_pieces: bool = True) -> bool:
@@ -44,7 +44,7 @@ def _judge(make_server: Callable[[], Connection], data: bytes, in_pieces: bool =
 
 
 def _frame(flags: int, body: bytes) -> bytes:
-    return frames.header(flags, len(body)) + body
+    return zmtp.frame_header(flags, len(body)) + body
 
 
 def _changed(part: bytes, draw: random.Random, blind: Blind) -> bytes:
@@ -60,12 +60,12 @@ class NullBytes:
     """The bytes of a peer without keys, as they are."""
 
     def __init__(self) -> None:
-        said = [frames.greeting(b"NULL", False)]
-        said.append(_frame(frames.COMMAND, frames.command(b"READY", DEALER.properties())))
-        said.append(_frame(frames.COMMAND, frames.command(b"PING", b"\0\1context")))
+        said = [zmtp.greeting(b"NULL", False)]
+        said.append(_frame(zmtp.COMMAND, zmtp.command(b"READY", DEALER.properties())))
+        said.append(_frame(zmtp.COMMAND, zmtp.command(b"PING", b"\0\1context")))
         for message in MESSAGES:
             *first, last = message
-            said += [_frame(frames.MORE, body) for body in first]
+            said += [_frame(zmtp.MORE, body) for body in first]
             said.append(_frame(0, last))
         self.seed = b"".join(said)
 
@@ -77,12 +77,12 @@ class NullBytes:
         """Any bytes changed, or those of one frame, its length made right again."""
         if draw.random() < 0.4:
             return blind(data)
-        start, rest = data[: frames.GREETING_BYTES], memoryview(data)[frames.GREETING_BYTES :]
+        start, rest = data[: zmtp.GREETING_BYTES], memoryview(data)[zmtp.GREETING_BYTES :]
         parts = []
         try:
-            while found := frames.parse_header(rest):
+            while found := zmtp.parse_header(rest):
                 flags, nbytes, at = found
-                parts.append(bytes((flags & ~frames.LONG,)) + bytes(rest[at : at + nbytes]))
+                parts.append(bytes((flags & ~zmtp.LONG,)) + bytes(rest[at : at + nbytes]))
                 rest = rest[at + nbytes :]
         except ValueError:
             return blind(data)
@@ -109,10 +109,10 @@ class CurveBytes:
         server, client = curve_ends(LIMITS)
         converse(server, client, lambda to, data: said.append(data) if to is server else None)
         self._ready = client.mechanism
-        parts = [bytes((frames.COMMAND,)) + frames.command(b"PING", b"\0\1context")]
+        parts = [bytes((zmtp.COMMAND,)) + zmtp.command(b"PING", b"\0\1context")]
         for message in MESSAGES:
             *first, last = message
-            parts += [bytes((frames.MORE,)) + body for body in first]
+            parts += [bytes((zmtp.MORE,)) + body for body in first]
             parts.append(b"\0" + last)
         self._handshakes = len(said)
         self.seed = mutation.joined([*said, *parts])

@@ -24,17 +24,15 @@ from tests.support.transport_rigs import (
     until,
     url_of,
 )
-from tests.support.zmtp_peers import DEALER, LIMITS, drain, feed
+from tests.support.zmtp_peers import DEALER, LIMITS, CurveClient, drain, feed
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import COMMITTED, COUNT, GRANTED, LIVE, SEQUENCE, STATE, STREAM
 from zapex.chunks.store import ChunkStore
+from zapex.fstack.zmtp import Connection, Null
 from zapex.net import keys as curve_keys
 from zapex.net.keys import RoleKeys, Security
 from zapex.wire import control as m
 from zapex.wire.header import Buffer
-from zapex.zmtp.connection import Connection
-from zapex.zmtp.curve import CurveClient
-from zapex.zmtp.handshake import Null
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 LIFE = 5

@@ -22,7 +22,7 @@ from tests.support.transport_rigs import (
 from zapex.errors import ConfigError, Refused
 from zapex.net import keys as curve_keys
 from zapex.net.keys import RoleKeys, Security
-from zapex.net.listener import listen
+from zapex.net.sockets import listen
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 URL = "zmtp://127.0.0.1:0"

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from zapex.fstack.loop import Loop, Setup, loop_of
+from zapex.fstack import Setup
+from zapex.fstack.loop import Loop, loop_of
 
 SOURCE = Path(__file__).parents[1] / "fstack" / "standin.c"
 CONFIG = """\

@@ -24,12 +24,12 @@ from zapex.host.roster import Roster
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
-from zapex.net.listener import listen
 from zapex.net.redis_link import RedisLink
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
+from zapex.net.sockets import listen
 from zapex.redis_transport import (
     RedisChunkSender,
     RedisExperienceSource,

@@ -1,16 +1,96 @@
-"""Ends of ZMTP connections without sockets: made, fed with bytes, and joined to each other."""
+"""Ends of ZMTP connections without sockets: made, fed with bytes, and joined to each other.
 
+A client is of this file: zapex has only the server's end.
+"""
+
+import os
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from zapex.zmtp.connection import Connection, Limits, Message
-from zapex.zmtp.curve import CurveClient, CurveServer
-from zapex.zmtp.handshake import Local, Null
+from zapex.errors import BadMessage
+from zapex.fstack.curve import KEY_BYTES, Curve, CurveServer, Random, fields
+from zapex.fstack.zmtp import Connection, Limits, Local, Message, Null, command
 
 LIMITS = Limits(frame_bytes=1 << 24, frames=20)
 ROUTER, DEALER = Local(b"ROUTER"), Local(b"DEALER", b"me")
+
+
+class Client(Connection):
+    """A client's end. It can ask for a PONG. heard_pong: the context of the last one."""
+
+    heard_pong: bytes | None = None
+
+    def ping(self, ttl_s: float, context: bytes = b"") -> None:
+        """Ask for a PONG. The server may close the connection ttl_s after the last bytes."""
+        self._send_command(command(b"PING", round(10 * ttl_s).to_bytes(2, "big") + context))
+
+    def _take_command(self, name: bytes, data: bytes) -> None:
+        if name == b"PONG":
+            self.heard_pong = data
+        super()._take_command(name, data)
+
+
+class CurveClient(Curve):
+    """A client of CurveServer: the end that knows the server's public key."""
+
+    sent_as, heard_as = b"CurveZMQMESSAGEC", b"CurveZMQMESSAGES"
+
+    def __init__(
+        self,
+        local: Local,
+        public: bytes,
+        secret: bytes,
+        server: bytes,
+        random: Random = os.urandom,
+    ) -> None:
+        super().__init__(local, public, secret, random)
+        self._server = server
+        self._next = b"WELCOME"
+
+    def start(self) -> list[bytes]:
+        """HELLO."""
+        nonce = self._next_nonce()
+        box = self._sodium.crypto_box(
+            bytes(64), b"CurveZMQHELLO---" + nonce, self._server, self._own_secret
+        )
+        return [command(b"HELLO", b"\1\0" + bytes(72) + self._own_public + nonce + box)]
+
+    def take(self, name: bytes, data: bytes) -> list[bytes]:
+        """WELCOME, then READY."""
+        if name != self._next:
+            raise BadMessage(f"the peer sent {name[:32]!r}, not {self._next.decode()}")
+        if name == b"WELCOME":
+            self._next = b"READY"
+            return [self._initiate(data)]
+        nonce, box = fields("READY", data, 8)
+        plain = self._unbox(b"CurveZMQREADY---", nonce, box, "READY")
+        self.identity = self._local.identity_in(plain)
+        self.done = True
+        return []
+
+    def _initiate(self, data: bytes) -> bytes:
+        nonce, box = fields("WELCOME", data, 16)
+        sodium = self._sodium
+        plain = self._opened(
+            "WELCOME", sodium.crypto_box_open, bytes(box), b"WELCOME-" + nonce, self._server,
+            self._own_secret,
+        )  # fmt: skip
+        peer, cookie, rest = fields("WELCOME", plain, KEY_BYTES, 96)
+        if rest:
+            raise BadMessage("WELCOME is too long")
+        self._shared = self._opened(
+            "WELCOME", sodium.crypto_box_beforenm, bytes(peer), self._own_secret
+        )
+        vouch_nonce = self._random(16)
+        vouch = sodium.crypto_box(
+            self._own_public + self._server, b"VOUCH---" + vouch_nonce, bytes(peer), self._secret
+        )
+        own, sealed = self._box(
+            b"CurveZMQINITIATE", self._public + vouch_nonce + vouch + self._local.properties()
+        )
+        return command(b"INITIATE", bytes(cookie) + own + sealed)
 
 
 @cache
@@ -22,23 +102,21 @@ def pair_of_keys(number: int) -> tuple[bytes, bytes]:
     return crypto_scalarmult_base(secret), secret
 
 
-def null_ends(limits: Limits = LIMITS, **options: Any) -> tuple[Connection, Connection]:
+def null_ends(limits: Limits = LIMITS, **options: Any) -> tuple[Connection, Client]:
     """A server and a client without keys."""
-    return Connection(Null(ROUTER), limits, **options), Connection(Null(DEALER), LIMITS)
+    return Connection(Null(ROUTER), limits, **options), Client(Null(DEALER), LIMITS)
 
 
 def curve_ends(
     limits: Limits = LIMITS, *, seed: int = 1, server_key: int = 1, **options: Any
-) -> tuple[Connection, Connection]:
+) -> tuple[Connection, Client]:
     """A server and a client with keys; every random byte comes from the seed."""
     draw = random.Random(seed)
     server, client = pair_of_keys(1), pair_of_keys(2)
     users = {client[0]: "learner"}
     return (
         Connection(CurveServer(ROUTER, *server, users.get, draw.randbytes), limits, **options),
-        Connection(
-            CurveClient(DEALER, *client, pair_of_keys(server_key)[0], draw.randbytes), LIMITS
-        ),
+        Client(CurveClient(DEALER, *client, pair_of_keys(server_key)[0], draw.randbytes), LIMITS),
     )
 
 

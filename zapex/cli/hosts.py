@@ -185,7 +185,7 @@ def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
 def _membership(run: Resolved, part: Part) -> "Membership":
     """How this host takes part, checked."""
     from zapex.net import addresses
-    from zapex.net.listener import check_free
+    from zapex.net.addresses import check_free
     from zapex.run.networked import security_of
     from zapex.run.run import Membership
     from zapex.wire.compression import check_installed
@@ -266,7 +266,7 @@ def doctor(name: str, args: list[str]) -> int:
         return preflight.doctor([*findings(run, part), *preflight.check_redis(url)])
     fstack = None
     if part.listens:
-        from zapex.fstack.loop import Setup
+        from zapex.fstack import Setup
 
         fstack = Setup(more.fstack_lib, more.fstack_conf, more.fstack_eal)
     url = getattr(more, part.address)

@@ -1,4 +1,4 @@
-"""Try F-Stack in a process of its own: where it cannot start it ends the process, and says why."""
+"""Tries F-Stack in a child process: where it cannot start, it prints why and ends the process."""
 
 import importlib.util
 import os
@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 from zapex.errors import ConfigError
-from zapex.fstack.loop import Loop, NotStarted, Setup
+from zapex.fstack import Setup
+from zapex.fstack.loop import FstackReactor, Loop, NotStarted
 from zapex.processes.child import PARENT_VARIABLE, child_setup
 
-_PATIENCE_S = 60.0  # a port may take ten seconds until its link is up
+_START_S = 60.0  # a port may take ten seconds until its link is up
 _REFUSED = 3
 _REASON = re.compile(r"error|fail|cannot|could not|unable|invalid|cause|fatal|panic", re.I)
 _MOST_LINES = 3
@@ -31,13 +32,13 @@ def check(setup: Setup | None, host: str, port: int, flag: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "zapex.fstack.trial", *words],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", check=False, timeout=_PATIENCE_S,
+            text=True, errors="replace", check=False, timeout=_START_S,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")
         raise ConfigError(
-            f"F-Stack has not started within {_PATIENCE_S:.0f} s{_quoted(output)}"
+            f"F-Stack has not started within {_START_S:.0f} s{_quoted(output)}"
         ) from None
     if done.returncode == 0:
         return
@@ -53,15 +54,13 @@ def check(setup: Setup | None, host: str, port: int, flag: str) -> None:
 
 
 def _quoted(output: str) -> str:
-    """The lines that may say why."""
+    """The lines of the output that may give the reason."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     said = [line for line in lines if _REASON.search(line)] or lines
-    return f". It said: {'; '.join(said[-_MOST_LINES:])}" if said else ""
+    return f". Its output: {'; '.join(said[-_MOST_LINES:])}" if said else ""
 
 
 def _try(setup: Setup, host: str, port: int) -> None:
-    from zapex.fstack.reactor import FstackReactor
-
     reactor = FstackReactor(Loop(setup))
     try:
         reactor.listen(host, port)

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 from zapex.host.roster import Roster
 from zapex.library.connect import schema_text
 from zapex.machine.memory import align
 from zapex.machine.segment import Populator, Segment
+from zapex.net.addresses import check_free
 from zapex.net.keys import Security
-from zapex.net.listener import check_free
 from zapex.processes.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.processes.restarts import GaveUp, ProcessSpec
 from zapex.processes.supervisor import Supervisor
@@ -217,9 +217,9 @@ def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: in
     from zapex.library.owner import OwnedReplay
     from zapex.library.url_handler import CallHandler
     from zapex.library.url_link import CONFIG, form_of
-    from zapex.net.listener import listen
     from zapex.net.replay_ends import ZmqExperienceSource
     from zapex.net.server import LinkServer
+    from zapex.net.sockets import listen
     from zapex.replay.limiter import LimiterConfig
     from zapex.roles.intake import Intake
 

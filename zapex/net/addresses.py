@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from zapex.errors import ConfigError
+from zapex.fstack import Setup
 from zapex.machine.segment import connect_unix
 
 DEFAULT_PORT = 7711
@@ -24,7 +25,7 @@ _FIRST_WORDS = _SIGNATURE + b"\x03\x01"
 _GREETING_BYTES = 64
 _LOOK_S = 1.0
 _OWN = ("zmtp:", "fstack:")  # without libzmq
-_MENDS = {
+_HINTS = {
     errno.EADDRINUSE: "; another process listens there: end it, or choose another port",
     errno.EADDRNOTAVAIL: "; this machine does not have that address (`ip address` lists "
     "those it has, and tcp://0.0.0.0:PORT means all of them)",
@@ -101,8 +102,12 @@ def _meant(url: str) -> str:
     return f"; did you mean {near}?" if near and _parse(near) else ""
 
 
-def check_free(address: Address) -> None:
-    """Raise ConfigError if this machine cannot listen there, or another process listens there."""
+def check_free(url: str, fstack: Setup | None = None) -> None:
+    """Raise ConfigError if this machine cannot listen there, or another process listens there.
+
+    fstack: what fstack:// needs; F-Stack is tried in a child process.
+    """
+    address = parse(url, "--listen")
     where = f"--listen {address.url}"
     if not address.path and not address.port:
         raise ConfigError(
@@ -113,6 +118,13 @@ def check_free(address: Address) -> None:
             f"{where} must name an IP address: tcp://127.0.0.1:{address.port} for this machine "
             f"alone, tcp://0.0.0.0:{address.port} for all that reach it"
         )
+    if url.startswith("fstack:"):
+        from zapex.fstack import trial
+
+        trial.check(
+            fstack, "0.0.0.0" if address.host == "*" else address.host, address.port, "--listen"
+        )
+        return
     try:
         if address.path:
             _check_free_path(address.path)
@@ -122,8 +134,8 @@ def check_free(address: Address) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("" if address.host == "*" else address.host, address.port))
     except OSError as error:
-        mend = _MENDS.get(error.errno or 0, "")
-        raise ConfigError(f"{where} cannot be used: {error.strerror}{mend}") from None
+        hint = _HINTS.get(error.errno or 0, "")
+        raise ConfigError(f"{where} cannot be used: {error.strerror}{hint}") from None
 
 
 def _is_numeric(host: str) -> bool:

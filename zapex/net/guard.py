@@ -10,7 +10,7 @@ import threading
 import weakref
 from contextlib import suppress
 
-from zapex.net.listener import Listener
+from zapex.net.sockets import Listener
 
 _LOOK_S = 0.01
 _REST_S = 0.05  # no connection to close: the process itself uses the memory

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from zapex.errors import ConfigError
 from zapex.net import addresses
-from zapex.zmtp.curve import check_installed
 
 SERVER = "replay"
 CLIENTS = ("relay", "learner", "reader", "client")
@@ -98,6 +97,8 @@ class Security:
         Keys over zmtp:// and fstack:// need PyNaCl; without it this raises ConfigError, too.
         """
         if self.keys and url.startswith(("zmtp:", "fstack:")):
+            from zapex.fstack.curve import check_installed
+
             check_installed()
         if addresses.parse(url, flag).is_loopback or self.keys or self.insecure_network:
             return

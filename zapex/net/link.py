@@ -12,8 +12,7 @@ from typing import Any
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
 from zapex.machine.waiting import rest_until
 from zapex.net.keys import Security
-from zapex.net.listener import Tracker
-from zapex.net.sockets import Dealers
+from zapex.net.sockets import Dealers, Tracker
 from zapex.wire import control as messages
 from zapex.wire.control import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
 from zapex.wire.header import Form, Kind, kind_of

@@ -17,9 +17,9 @@ from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
 from zapex.host.roster import Roster
 from zapex.machine.waiting import rest_until
 from zapex.net.guard import Guard
-from zapex.net.listener import Listener, Received, Tracker
 from zapex.net.priorities import InitialPriorities
 from zapex.net.sessions import MAY_SEND, Session, Sessions
+from zapex.net.sockets import Listener, Received, Tracker
 from zapex.wire import control as messages
 from zapex.wire.control import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.wire.header import Buffer, Form, Kind
@@ -186,9 +186,9 @@ class LinkServer:
         self.sessions.forget_peer(peer)
 
     def _take(self, received: Received) -> None:
-        peer = received.peer
+        peer, buffers = received
         try:
-            message = messages.decode(received.buffers, self.form, of_client=True)
+            message = messages.decode(buffers, self.form, of_client=True)
             if isinstance(message, Hello):
                 self._hello(received, message)
                 return
@@ -212,13 +212,13 @@ class LinkServer:
             self.guard.strike(peer)
 
     def _hello(self, received: Received, hello: Hello) -> None:
-        peer = received.peer
+        peer, buffers = received
         if self.over:
             self._answer(peer, Error(Fault.OVER, self.over))
             return
         listener = self.listener
         session = self.sessions.join(
-            peer, hello, listener.role_of(received), listener.address_of(received)
+            peer, hello, listener.role_of(peer, buffers), listener.address_of(peer, buffers)
         )
         if isinstance(session, Error):
             if session.fault in _COUNTED:

@@ -1,25 +1,30 @@
-"""ZeroMQ sockets of a run: their limits, which peers may connect, and sending without waiting.
+"""Listeners and clients' sockets: their limits, which peers may connect, sending without waiting.
 
 Only this module knows zmq.
 """
 
 import os
-import resource
 import socket
-import struct
+import stat
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from zapex.errors import ConfigError, PeerError
+from zapex.fstack import Setup
 from zapex.machine.memory import keep_memory
+from zapex.machine.tcp import (
+    SEND_BUFFER_BYTES,
+    allow_descriptors,
+    let_grow_if_far,
+    received_bytes,
+)
 from zapex.net import addresses
-from zapex.net.connections import Connections
 from zapex.net.keys import SERVER, RoleKeys, Security
-from zapex.net.listener import Place, Received, Tracker, no_place
 from zapex.wire.header import MAX_BUFFERS, Buffer
 
 _DOMAIN = b"zapex"
@@ -31,11 +36,8 @@ _LOOK_S = 1.0  # between two looks which peers are gone
 _COPIED_BYTES, CLIENT_COPIED_BYTES = 1 << 16, 1 << 20
 _ENVELOPE_BYTES = 64  # what CURVE adds to a buffer, and libzmq counts with it
 _MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each connection
-# A connection's send buffer in the kernel (docs/decisions/0012-send-buffers.md). From this
-# round trip on the kernel chooses the size again.
-SEND_BUFFER_BYTES, FAR_US = 160 << 10, 200
-_SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on
-_MIN_RTT_AT = 148  # tcpi_min_rtt, microseconds, in Linux's struct tcp_info
+_UNKNOWN = 1 << 40  # bytes received over ipc://, which the kernel does not count: assume the worst
+_REMEMBERED = 4096  # peers whose connection was closed
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
     # libzmq's own heartbeats abort the process when a peer is lost and its messages are unread
@@ -54,6 +56,277 @@ _OPTIONS: dict[int, int] = {
     zmq.RCVHWM: _MESSAGES_PER_PEER,
     zmq.SNDBUF: SEND_BUFFER_BYTES,
 }
+
+
+class Tracker(Protocol):
+    """Follows a message that was sent."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the transport has released its buffers."""
+
+
+Received = tuple[bytes, list[Any]]
+"""The id of a connection (a "peer"; each one has its own), and the buffers of its message."""
+Place = Callable[[bytes, Sequence[Buffer], int], Buffer | None]
+"""Memory for the next buffer of a message: its peer, the buffers before it, its bytes.
+
+None: the transport allocates it.
+"""
+
+
+class Listener(Protocol):
+    """The listening end of a transport. Only `wait` blocks.
+
+    on_gone: called with a peer whose connection has ended. place: called for the memory of a
+    message's buffers, where the transport can receive into the caller's memory.
+    """
+
+    url: str
+    on_gone: Callable[[bytes], object]
+    place: Place
+
+    @property
+    def fds(self) -> list[int] | None:
+        """Descriptors that become readable when a message may have come; then call `ready`.
+
+        None: there is none, so `ready` must be called all the time.
+        """
+
+    def ready(self) -> bool:
+        """Whether a message has come."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a message may have come, at most timeout_s."""
+
+    def do_work(self) -> object:
+        """Regular work in each duty cycle: admit new peers, notice those that are gone."""
+
+    def receive(self) -> Received | None:
+        """The next message, or None."""
+
+    def role_of(self, peer: bytes, buffers: Sequence[Any]) -> str | None:
+        """The role that the key of a message's sender stands for; None if there are no keys."""
+
+    def address_of(self, peer: bytes, buffers: Sequence[Any]) -> str:
+        """The address of the machine of a message's sender; "" if it is not known."""
+
+    def send(self, peer: bytes, buffers: Sequence[Buffer]) -> Tracker | None:
+        """Send without waiting; None: not now. Raises PeerError if the peer is gone."""
+
+    def queued(self, peer: bytes) -> int:
+        """How many large messages a peer has not received yet."""
+
+    def settled(self, peer: bytes) -> None:
+        """This connection is no longer new: buffers may adapt to the distance of the peer."""
+
+    def held(self) -> list[tuple[int, bytes | int]]:
+        """Bytes that are held for each connection, in and out, and its peer.
+
+        A connection without a whole message so far has a number in place of a peer.
+        """
+
+    def hang_up(self, connection: bytes | int) -> None:
+        """Close a connection of `held`; its peer's earlier messages are dropped.
+
+        After this nothing is written into memory that `place` has named for it.
+        """
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+def no_place(peer: bytes, earlier: Sequence[Buffer], nbytes: int) -> None:
+    """No memory is named."""
+
+
+def listen(
+    url: str,
+    security: Security,
+    largest_buffer_bytes: int,
+    *,
+    large_bytes: int = _COPIED_BYTES,
+    fstack: Setup | None = None,
+) -> Listener:
+    """A listener at a URL of any scheme.
+
+    Args:
+        url: tcp://, ipc://, zmtp:// or fstack://. The listener's `url` is where clients connect.
+        security: the server's keys.
+        largest_buffer_bytes: a peer that sends a larger buffer is disconnected.
+        large_bytes: a message of this size or more counts in `queued`.
+        fstack: what fstack:// needs.
+
+    Raises:
+        ConfigError: the address is taken, or not safe without keys.
+    """
+    security.check(url, "--listen")
+    if not url.startswith(("zmtp:", "fstack:")):
+        return RouterListener(url, security, largest_buffer_bytes, large_bytes=large_bytes)
+    from zapex.fstack import listener, zmtp
+
+    address, keys = addresses.parse(url, "--listen"), None
+    if security.keys is not None:
+        from zmq.utils import z85
+
+        role_of, own = security.keys.role_of, security.keys
+        keys = listener.Keys(
+            z85.decode(own.public),
+            z85.decode(own.secret),
+            lambda key: role_of(z85.encode(key).decode()),
+        )
+    keep_memory()
+    allow_descriptors()
+    try:
+        return listener.listen(
+            "0.0.0.0" if address.host == "*" else address.host,
+            address.port,
+            keys,
+            zmtp.Limits(largest_buffer_bytes, MAX_BUFFERS),
+            large_bytes=large_bytes,
+            setup=fstack if url.startswith("fstack:") else None,
+        )
+    except OSError as error:
+        raise ConfigError(f"--listen {url} cannot be used: {error.strerror}") from None
+
+
+def _connection(fd: int) -> socket.socket | None:
+    """A second handle of a connected stream socket; None for anything else."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        found = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    try:
+        found.getpeername()
+    except OSError:
+        found.close()
+        return None
+    return found
+
+
+def _inode(fd: int) -> int:
+    """Of an open descriptor; the kernel gives its number again, but not its inode."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return -1
+
+
+class _Connections:
+    """The connections of the socket that listens at `url`, as the kernel sees them.
+
+    libzmq limits the size of each buffer and the number of waiting messages. It limits neither
+    their bytes nor a message that never ends. So this class computes how many bytes libzmq holds
+    for a connection: received by the kernel, minus returned by `receive`, plus sent and not yet
+    released. The process's other connections are not touched.
+
+    A peer is known after its first message. Later the kernel may reuse the descriptor of its
+    connection for another connection.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, place = url.partition("://")
+        self._address: int | str = int(place.rpartition(":")[2]) if scheme == "tcp" else place
+        self._taken: dict[int, tuple[bytes, int]] = {}  # descriptor -> peer, bytes received from it
+        self._fds: dict[bytes, tuple[int, int]] = {}  # peer -> descriptor, inode of the socket
+        self._queued: dict[bytes, deque[tuple[int, Tracker]]] = {}
+        self._ended: dict[bytes, None] = {}
+
+    def took(self, peer: bytes, fd: int, nbytes: int) -> bytes | None:
+        """Record a message. Returns the gone peer that had the descriptor before, or None."""
+        known, taken = self._taken.get(fd, (peer, 0))
+        self._taken[fd] = peer, nbytes + (taken if known == peer else 0)
+        if peer not in self._fds:
+            self._fds[peer] = fd, _inode(fd)
+        if known == peer:
+            return None
+        self._forget(known)
+        return known
+
+    def is_ended(self, peer: bytes) -> bool:
+        """Whether this end has closed the peer's connection."""
+        return peer in self._ended
+
+    def fd_of(self, peer: bytes) -> int:
+        """The descriptor of the peer's connection; -1: none is known."""
+        return self._fds.get(peer, (-1, 0))[0]
+
+    def sent(self, peer: bytes, nbytes: int, tracker: Tracker) -> None:
+        """Record a large message that was sent."""
+        self._queued.setdefault(peer, deque()).append((nbytes, tracker))
+        self.queued(peer)
+
+    def queued(self, peer: bytes) -> int:
+        """Large messages to a peer that are not released yet."""
+        queue = self._queued.get(peer) or deque()
+        while queue and queue[0][1].done:
+            queue.popleft()
+        return len(queue)
+
+    def gone(self) -> list[bytes]:
+        """Peers whose connections have ended since the last call."""
+        # The guard's thread closes connections meanwhile.
+        known = list(self._fds.items())
+        found = [peer for peer, (fd, inode) in known if inode == -1 or _inode(fd) != inode]
+        for peer in found:
+            self._forget(peer)
+        return found
+
+    def _forget(self, peer: bytes) -> None:
+        self._fds.pop(peer, None)
+        self._queued.pop(peer, None)
+
+    def hang_up(self, connection: bytes | int) -> None:
+        """Close a connection: a peer's, or one by its descriptor."""
+        if isinstance(connection, int):
+            self._shut(connection)
+            return
+        fd = self.fd_of(connection)
+        self._ended[connection] = None
+        while len(self._ended) > _REMEMBERED:
+            self._ended.pop(next(iter(self._ended)), None)
+        self._queued.pop(connection, None)
+        if self._taken.get(fd, (b"", 0))[0] == connection:
+            self._taken.pop(fd, None)
+            self._shut(fd)
+
+    def _shut(self, fd: int) -> None:
+        connection = _connection(fd)
+        if connection is None:
+            return
+        with connection, suppress(OSError):
+            if self._is_ours(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_ours(self, connection: socket.socket) -> bool:
+        name = connection.getsockname()
+        return bool((name[1] if isinstance(name, tuple) else name) == self._address)
+
+    def held(self) -> list[tuple[int, bytes | int]]:
+        """Bytes held for each connection, in and out, and its peer, or else its descriptor."""
+        found: list[tuple[int, bytes | int]] = []
+        for name in os.listdir("/proc/self/fd"):
+            connection = _connection(int(name))
+            if connection is not None:
+                with connection, suppress(OSError):
+                    if self._is_ours(connection):
+                        peer, taken = self._taken.get(int(name), (b"", 0))
+                        nbytes = self._waiting(peer) + _received(connection) - taken
+                        found.append((max(0, nbytes), peer or int(name)))
+        return found
+
+    def _waiting(self, peer: bytes) -> int:
+        queue = list(self._queued.get(peer, ()))
+        return sum(nbytes for nbytes, tracker in queue if not tracker.done)
+
+
+def _received(connection: socket.socket) -> int:
+    try:
+        return received_bytes(connection)
+    except OSError:
+        return _UNKNOWN
 
 
 class ZapHandler:
@@ -136,10 +409,10 @@ def make_context() -> "zmq.Context[Any]":
     return _Context()
 
 
-def _listen(
+def _router(
     context: "zmq.Context[Any]", url: str, security: Security, largest_buffer_bytes: int
 ) -> Any:
-    """A bound ROUTER, after the check and the ZapHandler. Raises ZMQError if it is in use."""
+    """A bound ROUTER. Its ZapHandler must exist. Raises ZMQError if the address is in use."""
     allow_descriptors()
     router = context.socket(zmq.ROUTER)
     _set_options(router, security, largest_buffer_bytes, {zmq.ROUTER_MANDATORY: 1})
@@ -181,26 +454,24 @@ class RouterListener(_Sockets):
 
     Peers are libzmq's routing ids. Each connection gets a new one, so no peer can take another's
     place. large_bytes: a message of this size or more counts as queued while libzmq keeps it.
-    Raises ConfigError if the address is taken, or not safe without keys.
+    Raises ConfigError if the address is taken.
     """
 
     def __init__(
-        self, url: str, security: Security, largest_buffer_bytes: int, *,
-        large_bytes: int = _COPIED_BYTES,
-    ) -> None:  # fmt: skip
-        security.check(url, "--listen")
+        self, url: str, security: Security, largest_buffer_bytes: int, *, large_bytes: int
+    ) -> None:
         self._secure, self._large_bytes = security.keys is not None, large_bytes
         self._context = make_context()
         self.zap = ZapHandler(self._context, security.keys)
         try:
-            self._router = _listen(self._context, url, security, largest_buffer_bytes)
+            self._router = _router(self._context, url, security, largest_buffer_bytes)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"--listen {url} cannot be used: {error.strerror}") from None
         self.url: str = self._router.last_endpoint.decode()
         self.on_gone: Callable[[bytes], object] = lambda peer: None
         self.place: Place = no_place  # libzmq cannot receive into memory that others name
-        self._connections = Connections(self.url)
+        self._connections = _Connections(self.url)
         self._look_s = 0.0
         self.queued, self.held = self._connections.queued, self._connections.held
         self.hang_up = self._connections.hang_up
@@ -226,17 +497,17 @@ class RouterListener(_Sockets):
             gone = self._connections.took(peer, first.get(zmq.SRCFD), nbytes)
             if gone is not None:
                 self.on_gone(gone)
-            return Received(peer, rest)
+            return peer, rest
         return None
 
-    def role_of(self, received: Received) -> str | None:
+    def role_of(self, peer: bytes, buffers: Sequence[Any]) -> str | None:
         """The role that the sender's key stands for; None if there are no keys."""
-        return str(received.buffers[-1].get("User-Id")) if self._secure else None
+        return str(buffers[-1].get("User-Id")) if self._secure else None
 
-    def address_of(self, received: Received) -> str:
+    def address_of(self, peer: bytes, buffers: Sequence[Any]) -> str:
         """The IP address of the sender's machine; "" over ipc://."""
         with suppress(zmq.ZMQError):
-            return str(received.buffers[-1].get("Peer-Address"))
+            return str(buffers[-1].get("Peer-Address"))
         return ""
 
     def send(self, peer: bytes, buffers: Sequence[Buffer]) -> Tracker | None:
@@ -257,14 +528,6 @@ class RouterListener(_Sockets):
         self._router.close()
         self.zap.close()
         self._context.destroy(linger=0)
-
-
-def allow_descriptors() -> None:
-    """Allow as many connections as this user may have: a peer with many must not block others."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Dealers(_Sockets):
@@ -330,23 +593,6 @@ def _set_options(socket: Any, security: Security, largest: int, more: dict[int, 
     limit = {zmq.MAXMSGSIZE: largest + _ENVELOPE_BYTES}
     for option, value in (_OPTIONS | limit | more).items():
         socket.setsockopt(option, value)
-
-
-def let_grow_if_far(fd: int) -> None:
-    """Let the send buffer of a connection grow again, if that helps.
-
-    With a distant peer a small buffer limits the speed, because the bytes in flight must fit into
-    it. Call this when a connection is no longer new: then the kernel knows the shortest round
-    trip.
-    """
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as link:
-        if link.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        facts = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
-        (min_rtt_us,) = struct.unpack_from("=I", facts, _MIN_RTT_AT)
-        if min_rtt_us >= FAR_US:
-            locked = link.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
-            link.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, locked & ~_SNDBUF_LOCKED)
 
 
 def receive(socket: Any) -> list[Any] | None:

@@ -17,12 +17,12 @@ from zapex.host.routes import Routes
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
-from zapex.net.listener import listen
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.net.shard_samples import ShardedSampleSource
+from zapex.net.sockets import listen
 from zapex.net.statistics import SILENT_S, StatsHandler, StatsLink, StatsReader, StatsSender
 from zapex.replay.shards import Shares
 from zapex.run.run import NOT_ACTORS, Membership, Run

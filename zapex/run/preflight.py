@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zapex.config.presets import LIGHT_PROCESS_BYTES, PROCESS_BYTES
 from zapex.errors import ConfigError, PeerError, Refused, ZapexError
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 from zapex.host.parts import PARTS, PartName
 from zapex.machine.gpu import Gpu
 from zapex.machine.resources import Machine, memory_fact, open_files_limit, tasks_room
@@ -126,8 +126,8 @@ def check_link(
     Raises:
         ConfigError: the URL is not valid.
     """
+    from zapex.net.addresses import check_free
     from zapex.net.keys import Security
-    from zapex.net.listener import check_free
 
     flag, role = f"--{PARTS[part].address}", PARTS[part].linked or ""
     address = addresses.parse(url, flag)

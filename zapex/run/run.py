@@ -12,7 +12,7 @@ from zapex.checkpoints.network import network_of, parameters
 from zapex.chunks.limits import Limits
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
-from zapex.fstack.loop import Setup
+from zapex.fstack import Setup
 from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part, PartName
 from zapex.host.plan import HostPlan

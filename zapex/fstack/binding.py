@@ -1,8 +1,15 @@
-"""The C interface of F-Stack 1.25: structs, constants and one table of signatures."""
+"""F-Stack 1.25's C interface: structs, constants, a table of signatures, and its loader.
+
+A call that returns -1 raises OSError with Linux's error number.
+"""
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ssize_t, c_uint32, c_void_p
+from types import SimpleNamespace
 from typing import Any
+
+from zapex.errors import ConfigError
 
 # Values of Linux, which F-Stack translates. Flags of recv and send are FreeBSD's: zapex passes 0.
 EVFILT_READ, EVFILT_WRITE = -1, -2
@@ -75,7 +82,63 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int, (c_int, POINTER(Kevent), c_int, POINTER(Kevent), c_int, c_void_p)
     ),
 }  # fmt: skip
-WAITING = {"ff_run"}  # these release the interpreter's lock
+WAITING = {"ff_run"}  # these release the GIL
 STARTING = {"ff_load_config", "ff_dpdk_init", "ff_freebsd_init", "ff_dpdk_if_up"}
 ARGUMENTS = ("dpdk_argc", "dpdk_argv")  # variables: what ff_load_config made for ff_dpdk_init
 MOST_ARGUMENTS = 16  # of dpdk_argv
+
+
+def _checked(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    """The result of a call on a socket. Raises OSError; BlockingIOError: nothing now."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), function.__name__)
+    return result
+
+
+def _started(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    """The result of a step of the start. Most of them end the process instead of failing."""
+    if result < 0:
+        raise OSError(0, "failed", function.__name__)
+    return result
+
+
+_NAMED = 3  # missing symbols in the error's text
+
+
+def load(path: str) -> Any:
+    """The library's functions (SIGNATURES) by name, and its variables (ARGUMENTS).
+
+    Raises ConfigError if it cannot be loaded or lacks some of them.
+    """
+    for kind, nbytes in SIZES.items():
+        if ctypes.sizeof(kind) != nbytes:
+            raise ConfigError(
+                f"struct {kind.__name__.lower()} has {ctypes.sizeof(kind)} bytes on this "
+                f"machine, F-Stack's has {nbytes}: zapex serves fstack:// on 64-bit Linux only"
+            )
+    try:
+        # Short calls keep the GIL: releasing it for so little would cost more than it gives.
+        short = ctypes.PyDLL(path, use_errno=True)
+        waiting = ctypes.CDLL(path, use_errno=True)
+    except OSError as error:
+        raise ConfigError(f"--fstack-lib {path} cannot be loaded: {error}") from None
+    missing = [name for name in (*SIGNATURES, *ARGUMENTS) if not hasattr(short, name)]
+    if missing:
+        named = ", ".join(missing[:_NAMED])
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise ConfigError(
+            f"--fstack-lib {path} lacks {named}{more}: it must be F-Stack "
+            "(1.25 is known to work) with its DPDK, in one shared library"
+        )
+    calls = SimpleNamespace(
+        dpdk_argc=ctypes.c_int.in_dll(short, "dpdk_argc"),
+        dpdk_argv=ctypes.c_char_p.in_dll(short, "dpdk_argv"),
+    )
+    for name, (result, arguments) in SIGNATURES.items():
+        call = getattr(waiting if name in WAITING else short, name)
+        call.restype, call.argtypes = result, arguments
+        if result is not None:
+            call.errcheck = _started if name in STARTING else _checked
+        setattr(calls, name, call)
+    return calls

@@ -1,17 +1,25 @@
-"""The listening end of many connections: every peer has an id, and none can delay another.
+"""zmtp:// and fstack://: a Listener without libzmq, for the same clients and keys as tcp://.
 
-It reads from each peer in turn and stops while many of that peer's messages wait. It never waits to
-write: the rest is sent when the peer has read what came before.
+Every connection is a peer with an id of its own, and none can delay another. The listener reads
+from each peer in turn and stops while many of that peer's messages wait. It never waits to write:
+the rest is sent when the peer has read what came before. There is no thread: messages move in
+`ready`, `wait`, `do_work` and `send`.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
-from zapex.zmtp.connection import Connection, Message
-from zapex.zmtp.frames import Buffer
-from zapex.zmtp.reactor import Reactor
+from zapex.errors import PeerError
+from zapex.fstack import Setup
+from zapex.fstack.curve import Admit, CurveServer
+from zapex.fstack.loop import FstackReactor, loop_of
+from zapex.fstack.sockets import KernelReactor, Reactor
+from zapex.fstack.zmtp import Buffer, Connection, Limits, Local, Message, Null, Place
+from zapex.machine.tcp import SEND_BUFFER_BYTES
 
 MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each peer
 HANDSHAKE_S = 10.0
@@ -19,6 +27,10 @@ _LOOK_S = 0.5  # how often connections are checked for silence
 _READS_AT_ONCE = 16
 _EXPECTED_BYTES = 1 << 17  # of a large body, before `poll` tells of more: below a peer's buffer
 _ACCEPTS_AT_ONCE = 64
+
+
+def no_place(peer: bytes, earlier: Sequence[Buffer], nbytes: int) -> None:
+    """No memory is named."""
 
 
 class Sent:
@@ -52,24 +64,51 @@ class _Peer:
     sent: deque[tuple[int, Sent]] = field(default_factory=deque)  # bytes of each message
 
 
-class Router:
-    """Connections by the ids of their peers; each connection has a new id.
+class Keys(NamedTuple):
+    """A server's pair of keys, 32 bytes each. admit: the role of a client's public key, or None."""
 
-    make: the connection of a new peer. on_gone: is called with a peer whose connection has ended,
-    after its last message. `hang_up` and `held` may be called by any thread.
+    public: bytes
+    secret: bytes
+    admit: Admit
+
+
+class ZmtpListener:
+    """A Listener (net/sockets.py) over the sockets of a reactor.
+
+    Args:
+        reactor: closed with the listener.
+        host: an IP address. port: 0 for any.
+        make: the connection of a new peer, which puts bodies where the Place says.
+        large_bytes: a message of this size or more counts as queued until it was sent.
+        has_keys: whether a peer's key gives its role.
+        clock_s: monotonic, in seconds; for tests.
+
+    `hang_up` and `held` may be called by any thread. Raises OSError if the address is taken.
     """
 
     def __init__(
         self,
         reactor: Reactor,
-        listener: int,
-        make: Callable[[bytes], Connection],
+        host: str,
+        port: int,
+        make: Callable[[Place], Connection],
+        *,
+        large_bytes: int = 1 << 16,
+        has_keys: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._reactor, self._make = reactor, make
+        try:
+            self._listener, port = reactor.listen(host, port, SEND_BUFFER_BYTES)
+        except OSError:
+            reactor.close_all()
+            raise
+        self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self.on_gone: Callable[[bytes], object] = lambda peer: None
-        self._reactor, self._listener, self._make = reactor, listener, make
+        self.place: Callable[[bytes, Sequence[Buffer], int], Buffer | None] = no_place
+        self._large_bytes, self._has_keys = large_bytes, has_keys
         self._clock_s, self._looked_s = clock_s, clock_s()
-        self._listening = True
+        self._listening, self._closed = True, False
         self._made = 0
         self._by_fd: dict[int, _Peer] = {}
         self._peers: dict[bytes, _Peer] = {}
@@ -78,15 +117,25 @@ class Router:
         self._hung_up: deque[_Peer] = deque()
 
     @property
+    def fds(self) -> list[int] | None:
+        """Descriptors that become readable when a message may have come; then call `ready`."""
+        return self._reactor.fds
+
     def ready(self) -> bool:
         """Whether a message has come."""
+        if not self._arrived:
+            self.do_work()
         return bool(self._arrived)
 
-    def poll(self, timeout_s: float = 0.0) -> None:
-        """Take in and send on what the sockets are ready for; wait at most timeout_s for it."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a message may have come, at most timeout_s."""
+        self.do_work(0.0 if self._arrived else timeout_s)
+
+    def do_work(self, timeout_s: float = 0.0) -> None:
+        """Receive and send what the sockets are ready for; wait at most timeout_s for it."""
         while self._hung_up:
             self._drop(self._hung_up.popleft())
-        self._bid_farewell()
+        self._drop_closed_peers()
         for event in self._reactor.poll(timeout_s):
             if event.fd == self._listener:
                 self._accept()
@@ -114,11 +163,11 @@ class Router:
         return None
 
     def send(self, peer_id: bytes, message: Sequence[Buffer]) -> Sent | None:
-        """Send without waiting; None: too many messages wait. KeyError: the peer is gone."""
-        peer = self._peers[peer_id]
+        """Send without waiting; None: too many messages wait. Raises PeerError if it is gone."""
+        peer = self._peers.get(peer_id)
+        if peer is None or peer.closed or peer.dropped or peer.connection.ended:
+            raise PeerError("the peer is gone")
         connection = peer.connection
-        if peer.closed or peer.dropped or connection.ended:
-            raise KeyError(peer_id)
         self._forget_sent(peer)
         if len(peer.sent) >= MESSAGES_PER_PEER:
             return None
@@ -128,38 +177,45 @@ class Router:
             peer.sent.append((sum(map(len, message)), sent))
         return sent
 
-    def queued(self, peer_id: bytes, large_bytes: int) -> int:
-        """How many messages of this size or more wait to be sent to a peer."""
+    def queued(self, peer_id: bytes) -> int:
+        """How many large messages wait to be sent to a peer."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return 0
         self._forget_sent(peer)
-        return sum(nbytes >= large_bytes for nbytes, _ in peer.sent)
+        return sum(nbytes >= self._large_bytes for nbytes, _ in peer.sent)
 
-    def user_of(self, peer_id: bytes) -> str | None:
-        """The user that a peer's key stands for."""
-        return self._peers[peer_id].connection.mechanism.user
+    def role_of(self, peer_id: bytes, message: Sequence[Buffer]) -> str | None:
+        """The role that a peer's key stands for; None if there are no keys."""
+        return self._peers[peer_id].connection.mechanism.user if self._has_keys else None
 
-    def address_of(self, peer_id: bytes) -> str:
+    def address_of(self, peer_id: bytes, message: Sequence[Buffer]) -> str:
         """The address of a peer's machine."""
         return self._peers[peer_id].address
 
-    def fd_of(self, peer_id: bytes) -> int:
-        """The socket of a peer; -1: there is none."""
+    def settled(self, peer_id: bytes) -> None:
+        """Let the send buffer of an old connection grow, if that helps."""
         peer = self._peers.get(peer_id)
-        return -1 if peer is None or peer.closed else peer.fd
+        if peer is not None and not peer.closed:
+            self._reactor.settled(peer.fd)
 
-    def held(self) -> list[tuple[int, bytes]]:
+    def held(self) -> list[tuple[int, bytes | int]]:
         """Bytes that are held for each connection, in and out, and its peer."""
         peers = list(self._peers.values())
         return [(peer.waiting_bytes + peer.connection.held_bytes, peer.id) for peer in peers]
 
-    def hang_up(self, peer_id: bytes) -> None:
-        """End a connection at the next `poll`; its peer's earlier messages are dropped."""
-        peer = self._peers.get(peer_id)
+    def hang_up(self, connection: bytes | int) -> None:
+        """End a connection in the next `do_work`; its peer's earlier messages are dropped."""
+        peer = self._peers.get(connection) if isinstance(connection, bytes) else None
         if peer is not None and not peer.dropped:
             peer.dropped = True
             self._hung_up.append(peer)
+
+    def close(self) -> None:
+        """Close all connections."""
+        if not self._closed:
+            self._closed = True
+            self._reactor.close_all()
 
     def _drop(self, peer: _Peer) -> None:
         if not peer.closed:
@@ -182,9 +238,13 @@ class Router:
             self._made += 1
             now_s = self._clock_s()
             name = self._made.to_bytes(8, "big")
-            peer = _Peer(name, *accepted, self._make(name), began_s=now_s, heard_s=now_s)
+            connection = self._make(partial(self._placed, name))
+            peer = _Peer(name, *accepted, connection, began_s=now_s, heard_s=now_s)
             self._by_fd[peer.fd] = self._peers[peer.id] = peer
             self._write(peer)
+
+    def _placed(self, peer: bytes, earlier: Sequence[Buffer], nbytes: int) -> Buffer | None:
+        return self.place(peer, earlier, nbytes)
 
     def _listen(self, listening: bool) -> None:
         if listening != self._listening:
@@ -270,7 +330,7 @@ class Router:
         self._reactor.close(peer.fd)
         self._leaving.append(peer)
 
-    def _bid_farewell(self) -> None:
+    def _drop_closed_peers(self) -> None:
         """Forget closed peers whose last message was received."""
         staying = []
         for peer in self._leaving:
@@ -280,3 +340,41 @@ class Router:
                 del self._peers[peer.id]
                 self.on_gone(peer.id)
         self._leaving = staying
+
+
+def listen(
+    host: str,
+    port: int,
+    keys: Keys | None,
+    limits: Limits,
+    *,
+    large_bytes: int,
+    setup: Setup | None = None,
+) -> ZmtpListener:
+    """A listener on the kernel's sockets, or, with `setup`, on F-Stack's.
+
+    F-Stack starts in this process, which must have no other; closing the last listener ends it. Its
+    packets move only while one of the listener's methods runs, so call one all the time.
+
+    Args:
+        host: an IP address.
+        port: 0 for any, on the kernel's sockets.
+        keys: admit only clients whose keys stand for a role; None: admit everyone.
+        limits: for what a peer may send.
+        large_bytes: a message of this size or more counts in `queued`.
+        setup: the F-Stack library.
+
+    Raises:
+        OSError: the address cannot be used.
+        ConfigError: F-Stack or PyNaCl cannot be used.
+    """
+    local = Local(b"ROUTER")
+
+    def make(place: Place) -> Connection:
+        mechanism = Null(local) if keys is None else CurveServer(local, *keys)
+        return Connection(mechanism, limits, place)
+
+    reactor = KernelReactor() if setup is None else FstackReactor(loop_of(setup))
+    return ZmtpListener(
+        reactor, host, port, make, large_bytes=large_bytes, has_keys=keys is not None
+    )

@@ -1,4 +1,7 @@
-"""Non-blocking stream sockets and what each is ready for; those of the kernel, by epoll."""
+"""Non-blocking stream sockets and what each is ready for: the kernel's, through epoll.
+
+Those of F-Stack are in loop.py.
+"""
 
 import errno
 import select
@@ -6,7 +9,8 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from zapex.zmtp.frames import Buffer
+from zapex.fstack.zmtp import Buffer
+from zapex.machine.tcp import let_grow_if_far
 
 BACKLOG = 128
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -31,7 +35,7 @@ class Event(NamedTuple):
 class Reactor(Protocol):
     """Sockets by their numbers. Only `poll` waits.
 
-    fds: become readable when `poll` has something to tell; None: only `poll` finds that out.
+    fds: become readable when `poll` has something to return; None: only `poll` finds that out.
     """
 
     fds: list[int] | None
@@ -52,13 +56,16 @@ class Reactor(Protocol):
         """How many bytes were taken; None: the connection has ended."""
 
     def want(self, fd: int, *, read: bool, write: bool) -> None:
-        """What `poll` tells of this socket."""
+        """What `poll` reports about this socket."""
 
     def expect(self, fd: int, nbytes: int) -> None:
-        """`poll` need not tell of this socket before so many bytes have come, or it has ended."""
+        """`poll` need not report this socket before so many bytes have come, or it has ended."""
+
+    def settled(self, fd: int) -> None:
+        """This connection is no longer new: its buffers may adapt to the peer's distance."""
 
     def close(self, fd: int) -> None:
-        """Forget a socket."""
+        """Close a socket."""
 
     def poll(self, timeout_s: float) -> list[Event]:
         """What is ready, after at most timeout_s."""
@@ -126,8 +133,11 @@ class KernelReactor:
         self._epoll.modify(fd, select.EPOLLIN * read | select.EPOLLOUT * write)
 
     def expect(self, fd: int, nbytes: int) -> None:
-        # The kernel tells earlier if its buffer cannot hold so much.
+        # The kernel reports earlier if its buffer cannot hold that much.
         self._sockets[fd].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+    def settled(self, fd: int) -> None:
+        let_grow_if_far(fd)
 
     def close(self, fd: int) -> None:
         self._epoll.unregister(fd)

@@ -13,10 +13,18 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from tests.fuzz import mutation
-from tests.support.zmtp_peers import DEALER, LIMITS, ROUTER, drain, feed, pair_of_keys
-from zapex.zmtp.connection import Connection
-from zapex.zmtp.curve import CurveClient, CurveServer
-from zapex.zmtp.handshake import Local, Null
+from tests.support.zmtp_peers import (
+    DEALER,
+    LIMITS,
+    ROUTER,
+    Client,
+    CurveClient,
+    drain,
+    feed,
+    pair_of_keys,
+)
+from zapex.fstack.curve import CurveServer
+from zapex.fstack.zmtp import Connection, Local, Null
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MECHANISMS = ["NULL", "CURVE"]
@@ -125,7 +133,7 @@ def router_of_libzmq(context, mechanism):
 
 
 def accepted(listener, mechanism, **options):
-    return Wire(listener.accept()[0], Connection(server_end(mechanism, **options), LIMITS))
+    return Wire(listener.accept()[0], Client(server_end(mechanism, **options), LIMITS))
 
 
 def connected(address, mechanism, **options):
@@ -277,7 +285,7 @@ def end_of(peer: str, mechanism: str) -> Connection:
 
 
 def write_golden() -> None:
-    """Record what is missing: `python -c "from tests.zmtp.test_pyzmq import *; write_golden()"`."""
+    """Record what is missing: `from tests.fstack.test_pyzmq import *; write_golden()`."""
     context = zmq.Context()
     for peer, mechanism in TURNS:
         if golden(peer, mechanism).exists():

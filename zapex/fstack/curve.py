@@ -1,4 +1,4 @@
-"""CURVE: the handshake with keys, and encrypted frames (ZeroMQ's RFC 26), by PyNaCl.
+"""CURVE: the handshake with keys, and encrypted frames (ZeroMQ's RFC 26), with PyNaCl.
 
     client                                       server
     HELLO     C', box of zeros (C' to S)      ->
@@ -18,19 +18,19 @@ from importlib import import_module
 from typing import Any
 
 from zapex.errors import BadMessage, ConfigError
-from zapex.zmtp import frames
-from zapex.zmtp.handshake import Local
+from zapex.fstack import zmtp
+from zapex.fstack.zmtp import Local
 
 KEY_BYTES = 32
 Random = Callable[[int], bytes]
 Admit = Callable[[bytes], str | None]
 """The user that a client's public key stands for; None: it may not connect."""
 
-_MAC_BYTES, _COOKIE_BYTES = 16, 96
+_MAC_BYTES = 16
 _VERSION = b"\1\0"
-_MESSAGE = frames.command(b"MESSAGE")
-_MORE, _COMMAND = 1, 2  # the flags inside of a MESSAGE
-_BOX_AT = len(_MESSAGE) + 8  # behind the nonce: a code of 16 bytes, the flags, the body
+_MESSAGE = zmtp.command(b"MESSAGE")
+_MORE, _COMMAND = 1, 2  # the flags inside a MESSAGE
+_BOX_AT = len(_MESSAGE) + 8  # after the nonce: the authentication code, the flags, the body
 _INNER_AT = _BOX_AT + _MAC_BYTES
 _POINTER = "unsigned char[]"
 _OTHER_KEY = "{} cannot be decrypted: another key was used"
@@ -53,8 +53,8 @@ def check_installed() -> None:
     _sodium()
 
 
-class _Curve:
-    """What both ends have. sent_as, heard_as: the prefixes of the nonces of messages."""
+class Curve:
+    """What both ends share. sent_as, heard_as: the prefixes of the nonces of messages."""
 
     name = b"CURVE"
     as_server = False
@@ -74,21 +74,21 @@ class _Curve:
         self.done, self.refused, self.identity = False, "", b""
         self.user: str | None = None
 
-    def seal(self, flags: int, body: frames.Buffer) -> tuple[int, frames.Buffer]:
+    def seal(self, flags: int, body: zmtp.Buffer) -> tuple[int, zmtp.Buffer]:
         """A frame as the body of a MESSAGE, which is sent as a frame without flags."""
-        inner = _MORE if flags & frames.MORE else _COMMAND if flags & frames.COMMAND else 0
-        nonce, sealed = self._next_nonce(), frames.memory(self.added_bytes + len(body))
+        inner = _MORE if flags & zmtp.MORE else _COMMAND if flags & zmtp.COMMAND else 0
+        nonce, sealed = self._next_nonce(), zmtp.new_memory(self.added_bytes + len(body))
         sealed[:_BOX_AT] = _MESSAGE + nonce
         sealed[_INNER_AT] = inner
         sealed[_INNER_AT + 1 :] = body
-        # Where it lies: PyNaCl's own functions would copy it three times.
+        # In place: PyNaCl's own functions would copy it three times.
         start, sodium = self._ffi.from_buffer(_POINTER, sealed), self._lib
         sodium.crypto_box_easy_afternm(
             start + _BOX_AT, start + _INNER_AT, len(body) + 1, self.sent_as + nonce, self._shared
         )
         return 0, sealed
 
-    def open(self, flags: int, body: frames.Buffer) -> tuple[int, frames.Buffer]:
+    def open(self, flags: int, body: zmtp.Buffer) -> tuple[int, zmtp.Buffer]:
         """The inverse; the body becomes what was in it. Raises BadMessage."""
         if len(body) < self.added_bytes or body[: len(_MESSAGE)] != _MESSAGE:
             raise BadMessage("a frame is not a MESSAGE of CURVE")
@@ -103,7 +103,7 @@ class _Curve:
         inner = body[_INNER_AT]
         if inner > _COMMAND:
             raise BadMessage(f"a MESSAGE has the flags {inner:#04x}, which none may have")
-        flags = frames.MORE if inner == _MORE else frames.COMMAND if inner == _COMMAND else 0
+        flags = zmtp.MORE if inner == _MORE else zmtp.COMMAND if inner == _COMMAND else 0
         return flags, body[_INNER_AT + 1 :]
 
     def _box(self, prefix: bytes, plain: bytes) -> tuple[bytes, bytes]:
@@ -115,7 +115,7 @@ class _Curve:
         self._sent += 1
         return self._sent.to_bytes(8, "big")
 
-    def _unbox(self, prefix: bytes, nonce: frames.Buffer, box: frames.Buffer, what: str) -> bytes:
+    def _unbox(self, prefix: bytes, nonce: zmtp.Buffer, box: zmtp.Buffer, what: str) -> bytes:
         self._check_nonce(nonce)
         return self._opened(
             what,
@@ -125,7 +125,7 @@ class _Curve:
             self._shared,
         )
 
-    def _check_nonce(self, nonce: frames.Buffer | bytes) -> None:
+    def _check_nonce(self, nonce: zmtp.Buffer | bytes) -> None:
         """Raise BadMessage for a nonce that is not larger than the one before: a repetition."""
         number = int.from_bytes(nonce, "big")
         if number <= self._heard:
@@ -142,7 +142,7 @@ class _Curve:
             raise BadMessage(_OTHER_KEY.format(what)) from None
 
 
-def _fields(command: str, data: bytes, *sizes: int) -> list[memoryview]:
+def fields(command: str, data: bytes, *sizes: int) -> list[memoryview]:
     """Parts of these sizes, and the rest. Raises BadMessage."""
     if len(data) < sum(sizes):
         raise BadMessage(f"the command {command} is too short")
@@ -153,8 +153,8 @@ def _fields(command: str, data: bytes, *sizes: int) -> list[memoryview]:
     return [*found, memoryview(data)[at:]]
 
 
-class CurveServer(_Curve):
-    """The end that has the key which clients must know. admit: which clients may connect."""
+class CurveServer(Curve):
+    """The end whose public key the clients know. admit: which clients may connect."""
 
     as_server = True
     sent_as, heard_as = b"CurveZMQMESSAGES", b"CurveZMQMESSAGEC"
@@ -182,7 +182,7 @@ class CurveServer(_Curve):
         return [self._initiate(data)]
 
     def _welcome(self, data: bytes) -> bytes:
-        version, _, peer, nonce, box, rest = _fields("HELLO", data, 2, 72, KEY_BYTES, 8, 80)
+        version, _, peer, nonce, box, rest = fields("HELLO", data, 2, 72, KEY_BYTES, 8, 80)
         if version != _VERSION or rest:
             raise BadMessage("HELLO is of another version of CURVE, or too long")
         self._check_nonce(nonce)
@@ -200,10 +200,10 @@ class CurveServer(_Curve):
         sealed = sodium.crypto_box_afternm(
             self._own_public + cookie, b"WELCOME-" + welcome_nonce, shared
         )
-        return frames.command(b"WELCOME", welcome_nonce + sealed)
+        return zmtp.command(b"WELCOME", welcome_nonce + sealed)
 
     def _initiate(self, data: bytes) -> bytes:
-        cookie_nonce, cookie, nonce, box = _fields("INITIATE", data, 16, 80, 8)
+        cookie_nonce, cookie, nonce, box = fields("INITIATE", data, 16, 80, 8)
         sodium = self._sodium
         known = self._opened(
             "INITIATE", sodium.crypto_secretbox_open, bytes(cookie), b"COOKIE--" + cookie_nonce,
@@ -212,7 +212,7 @@ class CurveServer(_Curve):
         if known != self._peer + self._own_secret:
             raise BadMessage("INITIATE has the cookie of another connection")
         plain = self._unbox(b"CurveZMQINITIATE", nonce, box, "INITIATE")
-        client, vouch_nonce, vouch, properties = _fields("INITIATE", plain, KEY_BYTES, 16, 80)
+        client, vouch_nonce, vouch, properties = fields("INITIATE", plain, KEY_BYTES, 16, 80)
         vouched = self._opened(
             "INITIATE", sodium.crypto_box_open, bytes(vouch), b"VOUCH---" + vouch_nonce,
             bytes(client), self._own_secret,
@@ -222,69 +222,8 @@ class CurveServer(_Curve):
         self.user = self._admit(bytes(client))
         if self.user is None:
             self.refused = "its key is not admitted"
-            return frames.command(b"ERROR", frames.command(_NOT_ADMITTED))
+            return zmtp.command(b"ERROR", zmtp.command(_NOT_ADMITTED))
         self.identity = self._local.identity_in(bytes(properties))
         self.done = True
         own, sealed = self._box(b"CurveZMQREADY---", self._local.properties())
-        return frames.command(b"READY", own + sealed)
-
-
-class CurveClient(_Curve):
-    """The end that knows the server's public key."""
-
-    sent_as, heard_as = b"CurveZMQMESSAGEC", b"CurveZMQMESSAGES"
-
-    def __init__(
-        self,
-        local: Local,
-        public: bytes,
-        secret: bytes,
-        server: bytes,
-        random: Random = os.urandom,
-    ) -> None:
-        super().__init__(local, public, secret, random)
-        self._server = server
-        self._next = b"WELCOME"
-
-    def start(self) -> list[bytes]:
-        """HELLO."""
-        nonce = self._next_nonce()
-        box = self._sodium.crypto_box(
-            bytes(64), b"CurveZMQHELLO---" + nonce, self._server, self._own_secret
-        )
-        return [frames.command(b"HELLO", _VERSION + bytes(72) + self._own_public + nonce + box)]
-
-    def take(self, name: bytes, data: bytes) -> list[bytes]:
-        """WELCOME, then READY."""
-        if name != self._next:
-            raise BadMessage(f"the peer sent {name[:32]!r}, not {self._next.decode()}")
-        if name == b"WELCOME":
-            self._next = b"READY"
-            return [self._initiate(data)]
-        nonce, box = _fields("READY", data, 8)
-        plain = self._unbox(b"CurveZMQREADY---", nonce, box, "READY")
-        self.identity = self._local.identity_in(plain)
-        self.done = True
-        return []
-
-    def _initiate(self, data: bytes) -> bytes:
-        nonce, box = _fields("WELCOME", data, 16)
-        sodium = self._sodium
-        plain = self._opened(
-            "WELCOME", sodium.crypto_box_open, bytes(box), b"WELCOME-" + nonce, self._server,
-            self._own_secret,
-        )  # fmt: skip
-        peer, cookie, rest = _fields("WELCOME", plain, KEY_BYTES, _COOKIE_BYTES)
-        if rest:
-            raise BadMessage("WELCOME is too long")
-        self._shared = self._opened(
-            "WELCOME", sodium.crypto_box_beforenm, bytes(peer), self._own_secret
-        )
-        vouch_nonce = self._random(16)
-        vouch = sodium.crypto_box(
-            self._own_public + self._server, b"VOUCH---" + vouch_nonce, bytes(peer), self._secret
-        )
-        own, sealed = self._box(
-            b"CurveZMQINITIATE", self._public + vouch_nonce + vouch + self._local.properties()
-        )
-        return frames.command(b"INITIATE", bytes(cookie) + own + sealed)
+        return zmtp.command(b"READY", own + sealed)

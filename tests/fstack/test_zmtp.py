@@ -14,6 +14,7 @@ from tests.support.zmtp_peers import (
     DEALER,
     LIMITS,
     ROUTER,
+    CurveClient,
     converse,
     curve_ends,
     drain,
@@ -22,15 +23,14 @@ from tests.support.zmtp_peers import (
     pair_of_keys,
 )  # fmt: skip
 from zapex.errors import ConfigError
-from zapex.zmtp import frames
-from zapex.zmtp.connection import Connection, Limits
-from zapex.zmtp.curve import CurveClient, CurveServer, check_installed
-from zapex.zmtp.handshake import Local, Null
+from zapex.fstack import zmtp
+from zapex.fstack.curve import CurveServer, check_installed
+from zapex.fstack.zmtp import Connection, Limits, Local, Null
 
 ENDS = [pytest.param(null_ends, id="NULL"), pytest.param(curve_ends, id="CURVE")]
 MESSAGES = [[b"one"], [b"", b"two", b"x" * 255, b"y" * 256], [b"z" * 70_000, b""]]
-READY = frames.command(b"READY", DEALER.properties())
-GREETING = frames.greeting(b"NULL", False)
+READY = zmtp.command(b"READY", DEALER.properties())
+GREETING = zmtp.greeting(b"NULL", False)
 
 
 def send(connection, message):
@@ -38,11 +38,11 @@ def send(connection, message):
 
 
 def command(body):
-    return frames.header(frames.COMMAND, len(body)) + body
+    return zmtp.frame_header(zmtp.COMMAND, len(body)) + body
 
 
 def frame(body, flags=0):
-    return frames.header(flags, len(body)) + body
+    return zmtp.frame_header(flags, len(body)) + body
 
 
 def connected(make_ends, *arguments, **options):
@@ -161,17 +161,17 @@ def test_a_peer_that_reads_nothing_gets_one_pong():
     for _ in range(1000):
         client.ping(1.0)
     feed(server, drain(client))
-    assert drain(server) == command(frames.command(b"PONG"))
+    assert drain(server) == command(zmtp.command(b"PONG"))
     client.ping(1.0)
     feed(server, drain(client))
-    assert drain(server) == command(frames.command(b"PONG"))
+    assert drain(server) == command(zmtp.command(b"PONG"))
 
 
 @pytest.mark.parametrize("make_ends", ENDS)
 def test_a_command_may_stand_between_the_frames_of_a_message(make_ends):
     server, client = connected(make_ends)
     if make_ends is null_ends:
-        data = frame(b"a", frames.MORE) + command(frames.command(b"PING", b"\0\1")) + frame(b"b")
+        data = frame(b"a", zmtp.MORE) + command(zmtp.command(b"PING", b"\0\1")) + frame(b"b")
         assert feed(server, data) == [[b"a", b"b"]]
     send(client, [b"a"])
     assert converse(server, client)[server] == [[b"a"]]
@@ -179,7 +179,7 @@ def test_a_command_may_stand_between_the_frames_of_a_message(make_ends):
 
 def test_an_unknown_command_has_no_effect():
     server, _ = connected(null_ends)
-    assert feed(server, command(frames.command(b"SUBSCRIBE", b"x")) + frame(b"a")) == [[b"a"]]
+    assert feed(server, command(zmtp.command(b"SUBSCRIBE", b"x")) + frame(b"a")) == [[b"a"]]
 
 
 def test_sent_says_how_far_a_message_has_gone():
@@ -193,7 +193,7 @@ def test_sent_says_how_far_a_message_has_gone():
     assert first <= server.sent_bytes < second
     server.sent(second - server.sent_bytes)
     assert server.outgoing() == []
-    assert data == b"x" * (len(data) - 6) + frame(b"y", frames.MORE) + frame(b"z")
+    assert data == b"x" * (len(data) - 6) + frame(b"y", zmtp.MORE) + frame(b"z")
 
 
 def test_a_large_body_is_sent_without_a_copy():
@@ -233,7 +233,7 @@ def test_a_later_version_is_taken_as_this_one():
 
 
 def test_another_mechanism_is_refused():
-    assert "b'CURVE'" in ended(b"", start=frames.greeting(b"CURVE", False))
+    assert "b'CURVE'" in ended(b"", start=zmtp.greeting(b"CURVE", False))
     server, _ = curve_ends()
     feed(server, GREETING)
     assert "b'NULL'" in server.ended
@@ -243,7 +243,7 @@ class Odd(Local):
     """A DEALER that says it is a socket of another type."""
 
     def properties(self):
-        return frames.properties({b"Socket-Type": self.identity})
+        return zmtp.properties({b"Socket-Type": self.identity})
 
 
 @pytest.mark.parametrize("mechanism", ["NULL", "CURVE"])
@@ -261,7 +261,7 @@ def test_a_socket_type_that_does_not_fit_is_refused(mechanism, type_):
 
 
 def test_an_identity_of_more_than_255_bytes_is_refused():
-    long = frames.command(b"READY", Local(b"DEALER", bytes(256)).properties())
+    long = zmtp.command(b"READY", Local(b"DEALER", bytes(256)).properties())
     assert ended(b"", start=GREETING + command(long)).startswith("an identity has 256 bytes")
 
 
@@ -270,7 +270,7 @@ def test_an_identity_of_more_than_255_bytes_is_refused():
     [b"\1", b"\0\0\0\0\0", b"\1a\0\0\0\2x", b"\1a\0\0\0\0\1A\0\0\0\0", b"\1a\xff\xff\xff\xff"],
 )
 def test_bad_properties_are_refused(data):
-    start = GREETING + command(frames.command(b"READY", data))
+    start = GREETING + command(zmtp.command(b"READY", data))
     assert "propert" in ended(b"", start=start)
 
 
@@ -282,7 +282,7 @@ def test_bad_properties_are_refused(data):
         (b"\2" + struct.pack(">Q", 1 << 62), f"a frame has {1 << 62} bytes, at most 100"),
         (frame(bytes(101)), "a frame has 101 bytes, at most 100 are allowed"),
         (command(bytes(5000)), "a frame has 5000 bytes, at most 4096 are allowed"),
-        (frame(b"", frames.MORE) * 3 + frame(b""), "a message has more than 3 frames"),
+        (frame(b"", zmtp.MORE) * 3 + frame(b""), "a message has more than 3 frames"),
         (command(b""), "a command is shorter than its name"),
         (command(b"\5PING"), "a command is shorter than its name"),
         (command(b"\4PING\0"), "a PING has 1 bytes"),
@@ -316,7 +316,7 @@ def test_the_limits_count_what_is_inside_of_an_encrypted_frame():
     ("start", "why"),
     [
         (GREETING + frame(b"x"), "before the end of the handshake"),
-        (GREETING + command(frames.command(b"HELLO")), "not READY"),
+        (GREETING + command(zmtp.command(b"HELLO")), "not READY"),
         (GREETING + command(bytes(5000)), "at most 4096"),
         (GREETING + command(b"\5ERROR\x03400"), "the peer refuses this connection: b'400'"),
     ],

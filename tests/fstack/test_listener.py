@@ -18,12 +18,12 @@ import pytest
 import zmq
 
 from tests.support import fstack
-from tests.support.zmtp_peers import DEALER, ROUTER, drain, feed
-from zapex.fstack.reactor import FstackReactor
-from zapex.zmtp.connection import Connection, Limits
-from zapex.zmtp.handshake import Null
-from zapex.zmtp.reactor import KernelReactor
-from zapex.zmtp.router import HANDSHAKE_S, MESSAGES_PER_PEER, Router
+from tests.support.zmtp_peers import DEALER, ROUTER, Client, drain, feed
+from zapex.errors import PeerError
+from zapex.fstack.listener import HANDSHAKE_S, MESSAGES_PER_PEER, ZmtpListener
+from zapex.fstack.loop import FstackReactor
+from zapex.fstack.sockets import KernelReactor
+from zapex.fstack.zmtp import Connection, Limits, Null
 
 LIMITS = Limits(frame_bytes=1 << 24, frames=20)
 LARGE = random.Random(2).randbytes(12 << 20)  # more than the kernel holds for one connection
@@ -38,21 +38,22 @@ class Served:
         if self.on_fstack:
             self.reactor = FstackReactor(fstack.loop())
             host, port = fstack.addresses(fstack.setup())[0], fstack.free_port()
-        listener, port = self.reactor.listen(host, port)
-        self.address = (host, port)
-        self.router = Router(
+        self.listener = ZmtpListener(
             self.reactor,
-            listener,
-            lambda peer: Connection(Null(ROUTER), LIMITS),
-            lambda: self.now_s,
+            host,
+            port,
+            lambda place: Connection(Null(ROUTER), LIMITS),
+            large_bytes=1 << 20,
+            clock_s=lambda: self.now_s,
         )
+        self.address = (host, int(self.listener.url.rpartition(":")[2]))
         self.gone: list[bytes] = []
-        self.router.on_gone = self.gone.append
+        self.listener.on_gone = self.gone.append
         self.received: list[tuple[bytes, list[bytes]]] = []
 
     def turn(self) -> None:
-        self.router.poll(0.001)
-        while (found := self.router.receive()) is not None:
+        self.listener.do_work(0.001)
+        while (found := self.listener.receive()) is not None:
             self.received.append((found[0], [bytes(frame) for frame in found[1]]))
 
     def until(self, ready, turn=None) -> None:
@@ -88,7 +89,7 @@ class Bare:
 
     def __init__(self, served: Served) -> None:
         self.sock = served.connected()
-        self.connection = Connection(Null(DEALER), LIMITS)
+        self.connection = Client(Null(DEALER), LIMITS)
         self.messages: list[list[bytes]] = []
         served.until(lambda: self.connection.ready, lambda: (served.turn(), self.turn()))
 
@@ -108,7 +109,7 @@ class Bare:
 def served(request):
     made = Served(request.param)
     yield made
-    made.reactor.close_all()
+    made.listener.close()
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def unacknowledged_bytes(sock):
 
 
 def send(served, peer, *message):
-    return served.router.send(peer, [memoryview(frame) for frame in message])
+    return served.listener.send(peer, [memoryview(frame) for frame in message])
 
 
 def test_each_connection_is_a_peer_of_its_own(served, dealer):
@@ -152,7 +153,7 @@ def test_each_connection_is_a_peer_of_its_own(served, dealer):
     served.until(lambda: one.poll(0) and other.poll(0))
     assert one.recv_multipart() == [b"to one"]
     assert other.recv_multipart() == [b"to other"]
-    assert served.router.address_of(said[b"from one"]) == own_address(served)
+    assert served.listener.address_of(said[b"from one"], []) == own_address(served)
 
 
 def test_a_peer_that_does_not_read_delays_nobody_and_its_message_is_resumed(served):
@@ -163,8 +164,8 @@ def test_a_peer_that_does_not_read_delays_nobody_and_its_message_is_resumed(serv
     peers = {message[0]: peer for peer, message in served.received}
     held_up = send(served, peers[b"slow"], LARGE, b"end")
     assert not held_up.done
-    assert served.router.queued(peers[b"slow"], 1 << 20) == 1
-    assert {peer: n for n, peer in served.router.held()}[peers[b"slow"]] > 1 << 20
+    assert served.listener.queued(peers[b"slow"]) == 1
+    assert {peer: n for n, peer in served.listener.held()}[peers[b"slow"]] > 1 << 20
     passed = send(served, peers[b"quick"], LARGE)
     served.until(lambda: quick.messages, lambda: (served.turn(), quick.turn()))
     assert quick.messages == [[LARGE]]
@@ -173,7 +174,7 @@ def test_a_peer_that_does_not_read_delays_nobody_and_its_message_is_resumed(serv
     served.until(lambda: slow.messages, lambda: (served.turn(), slow.turn()))
     assert slow.messages == [[LARGE, b"end"]]
     assert held_up.done
-    assert served.router.queued(peers[b"slow"], 1 << 20) == 0
+    assert served.listener.queued(peers[b"slow"]) == 0
 
 
 def test_a_peer_gets_at_most_so_many_messages_that_it_does_not_read(served):
@@ -193,10 +194,10 @@ def test_messages_that_are_not_received_wait_with_their_sender(served, dealer):
     one = dealer()
     for number in range(1000):
         one.send_multipart([b"%d" % number, bytes(10_000)])
-    served.until(lambda: served.router.ready, lambda: served.router.poll(0.001))
+    served.until(served.listener.ready, lambda: served.listener.wait(0.001))
     for _ in range(100):
-        served.router.poll(0.001)
-    ((held, _),) = served.router.held()
+        served.listener.do_work(0.001)
+    ((held, _),) = served.listener.held()
     assert held < 2 * MESSAGES_PER_PEER * 10_000
     served.until(lambda: len(served.received) == 1000)
     assert [int(message[0]) for _, message in served.received] == list(range(1000))
@@ -209,14 +210,13 @@ def test_a_connection_that_this_end_closes_loses_its_messages_and_is_told_gone(s
     served.until(lambda: served.received)
     ((name, _),) = served.received
     one.send_multipart([b"second"])
-    served.until(lambda: served.router.ready, lambda: served.router.poll(0.001))
-    served.router.hang_up(name)
-    assert served.router.receive() is None
-    with pytest.raises(KeyError):
+    served.until(served.listener.ready, lambda: served.listener.wait(0.001))
+    served.listener.hang_up(name)
+    assert served.listener.receive() is None
+    with pytest.raises(PeerError):
         send(served, name, b"no more")
     served.until(lambda: served.gone and monitor.poll(0))
     assert served.gone == [name]
-    assert served.router.fd_of(name) == -1
     other.send_multipart([b"other"])
     served.until(lambda: len(served.received) == 2)
     one.disable_monitor()
@@ -226,9 +226,9 @@ def test_what_a_peer_sent_before_it_left_is_still_received(served):
     peer = Bare(served)
     peer.send(b"bye")
     peer.sock.close()
-    served.until(lambda: served.router.ready, lambda: served.router.poll(0.001))
+    served.until(served.listener.ready, lambda: served.listener.wait(0.001))
     for _ in range(10):
-        served.router.poll(0.001)
+        served.listener.do_work(0.001)
     assert served.gone == []
     served.until(lambda: served.gone)
     assert [message for _, message in served.received] == [[b"bye"]]
@@ -245,7 +245,7 @@ def test_sending_to_a_peer_that_has_left_is_noticed(served):
     def refused() -> bool:
         try:
             send(served, name, b"the stack takes some")
-        except KeyError:
+        except PeerError:
             return True
         return False
 
@@ -263,7 +263,7 @@ def test_a_rule_that_one_peer_breaks_ends_that_connection_alone(served):
 
 def test_a_connection_without_a_handshake_is_closed_after_a_while(served):
     with served.connected() as silent:
-        served.until(lambda: len(served.router.held()) == 1)
+        served.until(lambda: len(served.listener.held()) == 1)
         talking = Bare(served)
         served.now_s += HANDSHAKE_S + 1
         served.until(lambda: served.gone)
@@ -338,5 +338,5 @@ def test_without_free_descriptors_it_listens_again_later(served):
             served.turn()
         assert accept.call_count == 1  # it does not spin
     served.now_s += 1
-    served.until(served.router.held)
+    served.until(served.listener.held)
     waiting.close()

@@ -1,4 +1,4 @@
-"""One ZMTP connection as a state machine: bytes in, messages out, and the reverse. No socket.
+"""ZMTP 3 without sockets: bytes in, messages out, and the reverse (ZeroMQ's RFC 37).
 
     connection = Connection(Null(Local(b"ROUTER")), Limits(frame_bytes=1 << 20, frames=20))
     while not connection.ended:
@@ -9,22 +9,228 @@
 
 `room` is where the next bytes belong. For the headers of frames this is a small buffer of the
 connection's. Once the header of a frame is known, it is the rest of the frame's body, so a large
-body is received where it stays. `place` names that memory, if the caller wants it elsewhere.
+body is received where it stays. `place` chooses that memory.
+
+greeting   0xFF, 8 bytes, 0x7F, version (2), mechanism (20), as-server (1), 31 zero bytes
+frame      flags (1), length (1, or 8 if LONG), body
+command    the body of a frame with the flag COMMAND: length of its name (1), name, data
+property   length of its name (1), name, length of its value (4), value
 """
 
+import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
-from zapex.errors import BadMessage, Refused
-from zapex.zmtp import frames
-from zapex.zmtp.frames import COMMAND, MORE, Buffer
-from zapex.zmtp.handshake import Mechanism
+import numpy as np
 
+from zapex.errors import BadMessage, OtherVersion, Refused
+
+Buffer = memoryview
+"""Contiguous bytes."""
 Message = list[Buffer]
 Place = Callable[[Sequence[Buffer], int], Buffer | None]
 """Writable memory for the next frame: the message's earlier frames, bytes. None: new memory."""
+
+GREETING_BYTES = 64
+_UNTOUCHED_BYTES = 1 << 16  # from this size on new memory is not set to zero first
+MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame; no others are defined
+_FLAGS = MORE | LONG | COMMAND
+_MAJOR, _MINOR = 3, 1
+_GREETING = struct.Struct(">B8xBBB20sB31x")
+_VERSION_AT = 10
+_LONG_HEADER = struct.Struct(">BQ")
+_VALUE_BYTES = struct.Struct(">I")
+_SHORT = 255  # the longest body with a length of one byte
+
+
+def new_memory(nbytes: int) -> Buffer:
+    """New memory; its bytes may be anything."""
+    if nbytes < _UNTOUCHED_BYTES:
+        return memoryview(bytearray(nbytes))
+    return np.empty(nbytes, np.uint8).data
+
+
+def greeting(mechanism: bytes, as_server: bool) -> bytes:
+    """The first bytes that this end sends."""
+    return _GREETING.pack(0xFF, 0x7F, _MAJOR, _MINOR, mechanism, as_server)
+
+
+def check_greeting(start: Buffer) -> None:
+    """Check as many bytes of a peer's greeting as have come. Raises BadMessage.
+
+    An older peer sends no whole greeting before it has this end's next bytes.
+    """
+    if (len(start) > 0 and start[0] != 0xFF) or (len(start) > 9 and not start[9] & 1):
+        raise BadMessage("the first bytes are not a greeting of ZMTP 3")
+    if len(start) > _VERSION_AT and start[_VERSION_AT] < _MAJOR:
+        raise OtherVersion(f"the peer speaks ZMTP {start[_VERSION_AT] + 1}.0, not 3.0 or later")
+
+
+def mechanism_of(whole: Buffer) -> bytes:
+    """The mechanism in a whole greeting.
+
+    Its as-server byte is of no use: libzmq sends 0 from both ends.
+    """
+    return bytes(_GREETING.unpack(whole)[4]).rstrip(b"\0")
+
+
+def frame_header(flags: int, nbytes: int) -> bytes:
+    """The bytes before a frame's body."""
+    if nbytes <= _SHORT:
+        return bytes((flags, nbytes))
+    return _LONG_HEADER.pack(flags | LONG, nbytes)
+
+
+def parse_header(data: Buffer, at: int = 0) -> tuple[int, int, int] | None:
+    """Flags, bytes of the body, where the body begins; None: more bytes are needed.
+
+    at: where the header begins.
+    """
+    left = len(data) - at
+    if not left:
+        return None
+    flags = data[at]
+    if flags & ~_FLAGS or flags & (MORE | COMMAND) == MORE | COMMAND:
+        raise BadMessage(f"a frame has the flags {flags:#04x}, which no frame may have")
+    if not flags & LONG:
+        return (flags, data[at + 1], at + 2) if left > 1 else None
+    if left < _LONG_HEADER.size:
+        return None
+    return flags, _LONG_HEADER.unpack_from(data, at)[1], at + _LONG_HEADER.size
+
+
+def command(name: bytes, data: bytes = b"") -> bytes:
+    """The body of a command."""
+    return bytes((len(name),)) + name + data
+
+
+def split_command(body: Buffer) -> tuple[bytes, bytes]:
+    """Name and data of a command. Raises BadMessage."""
+    if not body or len(body) <= body[0]:
+        raise BadMessage("a command is shorter than its name")
+    return bytes(body[1 : 1 + body[0]]), bytes(body[1 + body[0] :])
+
+
+def properties(values: Mapping[bytes, bytes]) -> bytes:
+    """Named values, for a command."""
+    return b"".join(
+        command(name, _VALUE_BYTES.pack(len(value)) + value) for name, value in values.items()
+    )
+
+
+def parse_properties(data: bytes) -> dict[bytes, bytes]:
+    """The inverse; names in lower case, as their case has no meaning. Raises BadMessage."""
+    found: dict[bytes, bytes] = {}
+    at = 0
+    while at < len(data):
+        value_at = at + 1 + data[at] + _VALUE_BYTES.size
+        name = data[at + 1 : value_at - _VALUE_BYTES.size].lower()
+        if not name or name in found or value_at > len(data):
+            raise BadMessage("a property has no name, has it twice, or is cut off")
+        at = value_at + _VALUE_BYTES.unpack_from(data, value_at - _VALUE_BYTES.size)[0]
+        if at > len(data):
+            raise BadMessage(f"the value of a property is cut off: {name!r}")
+        found[name] = data[value_at:at]
+    return found
+
+
+_MEETS = {  # a socket's type: the types that may connect to it
+    b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
+    b"DEALER": (b"REP", b"DEALER", b"ROUTER"),
+}
+_MOST_IDENTITY_BYTES = 255
+
+
+@dataclass(frozen=True)
+class Local:
+    """What this end announces. socket_type: b"ROUTER" or b"DEALER"."""
+
+    socket_type: bytes
+    identity: bytes = b""
+
+    def properties(self) -> bytes:
+        """The properties that this end sends."""
+        return properties({b"Socket-Type": self.socket_type, b"Identity": self.identity})
+
+    def identity_in(self, data: bytes) -> bytes:
+        """The identity in a peer's properties. Raises BadMessage if the peer does not fit."""
+        found = parse_properties(data)
+        socket_type = found.get(b"socket-type", b"")
+        if socket_type not in _MEETS[self.socket_type]:
+            raise BadMessage(f"a {_text(self.socket_type)} cannot talk to a {_text(socket_type)}")
+        identity = found.get(b"identity", b"")
+        if len(identity) > _MOST_IDENTITY_BYTES:
+            raise BadMessage(
+                f"an identity has {len(identity)} bytes, at most {_MOST_IDENTITY_BYTES} are allowed"
+            )
+        return identity
+
+
+def _text(name: bytes) -> str:
+    return name[:32].decode("ascii", "replace") or "socket of no type"
+
+
+class Mechanism(Protocol):
+    """One connection's handshake, and what becomes of its frames afterwards.
+
+    added_bytes: what it adds to each frame. done: the handshake is over. refused: why this end
+    refuses the peer; an ERROR is the last command then. identity, user: of the peer.
+    """
+
+    name: bytes
+    as_server: bool
+    added_bytes: int
+    done: bool
+    refused: str
+    identity: bytes
+    user: str | None
+
+    def start(self) -> list[bytes]:
+        """The commands to send after the greetings."""
+
+    def take(self, name: bytes, data: bytes) -> list[bytes]:
+        """A command of the peer came: the commands to send. Raises BadMessage."""
+
+    def seal(self, flags: int, body: Buffer) -> tuple[int, Buffer]:
+        """Flags and body of a frame as they are sent."""
+
+    def open(self, flags: int, body: Buffer) -> tuple[int, Buffer]:
+        """The inverse. Raises BadMessage."""
+
+
+class Null:
+    """No keys: every peer with a fitting socket type is admitted, and frames stay as they are."""
+
+    name, as_server, added_bytes = b"NULL", False, 0
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self.done, self.refused, self.identity = False, "", b""
+        self.user: str | None = None
+
+    def start(self) -> list[bytes]:
+        """READY, from both ends at once."""
+        return [command(b"READY", self._local.properties())]
+
+    def take(self, name: bytes, data: bytes) -> list[bytes]:
+        """The peer's READY."""
+        if name != b"READY":
+            raise BadMessage(f"the peer sent the command {_text(name)}, not READY")
+        self.identity = self._local.identity_in(data)
+        self.done = True
+        return []
+
+    def seal(self, flags: int, body: Buffer) -> tuple[int, Buffer]:
+        """As they are."""
+        return flags, body
+
+    def open(self, flags: int, body: Buffer) -> tuple[int, Buffer]:
+        """As they are."""
+        return flags, body
+
 
 _STAGE_BYTES = 8192
 _COMMAND_BYTES = 4096  # of the longest command that is taken
@@ -47,14 +253,12 @@ class Connection:
 
     ready: the handshake is over. ended: why the connection must be closed, "" if it must not.
     A peer with a ttl_s above 0 wants its connection closed if it sends nothing for so long.
-    heard_pong: the context of the peer's last PONG.
     """
 
     def __init__(self, mechanism: Mechanism, limits: Limits, place: Place | None = None) -> None:
         self.mechanism = mechanism
         self.ready, self.ended = False, ""
         self.ttl_s = 0.0
-        self.heard_pong: bytes | None = None
         self.sent_bytes = self.queued_bytes = 0  # since the start
         self._limits, self._place = limits, place
         self._stage, self._staged = memoryview(bytearray(_STAGE_BYTES)), 0
@@ -64,7 +268,7 @@ class Connection:
         self._message: Message = []
         self._outgoing: deque[Buffer] = deque()
         self._pong_at = 0  # queued_bytes behind the last PONG
-        self._queue(frames.greeting(mechanism.name, mechanism.as_server))
+        self._queue(greeting(mechanism.name, mechanism.as_server))
 
     def room(self) -> Buffer:
         """Where the next bytes belong; it is never empty."""
@@ -119,7 +323,7 @@ class Connection:
             left -= 1
             flags, body = seal(MORE if left else 0, plain)
             nbytes = len(body)
-            small += frames.header(flags, nbytes)
+            small += frame_header(flags, nbytes)
             if nbytes < _COPIED_BYTES:
                 small += body
             else:
@@ -128,12 +332,6 @@ class Connection:
         if small:
             self._queue(small)
         return self.queued_bytes
-
-    def ping(self, ttl_s: float, context: bytes = b"") -> None:
-        """Ask for a PONG. The peer may close the connection ttl_s after this end's last bytes."""
-        assert self.ready
-        ttl = round(_TTL_PER_S * ttl_s).to_bytes(2, "big")
-        self._send_command(frames.command(b"PING", ttl + context))
 
     @property
     def is_sending(self) -> bool:
@@ -162,11 +360,11 @@ class Connection:
 
     def _send_command(self, command: bytes) -> None:
         flags, body = self.mechanism.seal(COMMAND, memoryview(command))
-        self._queue(frames.header(flags, len(body)) + body)
+        self._queue(frame_header(flags, len(body)) + body)
 
     def _send_handshake(self, commands: Sequence[bytes]) -> None:
         for command in commands:
-            self._queue(frames.header(COMMAND, len(command)) + command)
+            self._queue(frame_header(COMMAND, len(command)) + command)
 
     def _take_staged(self, messages: list[Message]) -> None:
         """Take frames out of the stage. A body that is not complete leaves the stage, too."""
@@ -174,12 +372,12 @@ class Connection:
         staged = memoryview(bytearray(self._stage[: self._staged]))
         at, end = 0, self._staged
         if not self._greeted:
-            frames.check_greeting(staged)
-            if end < frames.GREETING_BYTES:
+            check_greeting(staged)
+            if end < GREETING_BYTES:
                 return
-            at = frames.GREETING_BYTES
+            at = GREETING_BYTES
             self._take_greeting(staged[:at])
-        while (found := frames.parse_header(staged, at)) is not None:
+        while (found := parse_header(staged, at)) is not None:
             flags, nbytes, start = found
             self._check_header(flags, nbytes)
             at = start + nbytes
@@ -198,7 +396,7 @@ class Connection:
             self._stage[: self._staged] = staged[at:]
 
     def _take_greeting(self, greeting: Buffer) -> None:
-        theirs = frames.mechanism_of(greeting)
+        theirs = mechanism_of(greeting)
         if theirs != self.mechanism.name:
             raise BadMessage(
                 f"the peer's mechanism is {theirs!r}, here it is {self.mechanism.name!r}"
@@ -232,7 +430,7 @@ class Connection:
     def _begin_body(self, flags: int, nbytes: int, placed: Buffer | None, here: Buffer) -> None:
         """A body of which these first bytes have come."""
         if placed is None:
-            placed = frames.memory(nbytes)
+            placed = new_memory(nbytes)
         self._flags, self._body, self._filled = flags, placed, len(here)
         placed[: len(here)] = here
 
@@ -244,7 +442,7 @@ class Connection:
         if self.mechanism.added_bytes:
             flags, body = self._opened(flags, body)
         if flags & COMMAND:
-            self._take_command(*frames.split_command(body))
+            self._take_command(*split_command(body))
             return
         self._message.append(body)
         if not flags & MORE:
@@ -263,7 +461,7 @@ class Connection:
         return flags, placed
 
     def _take_handshake(self, body: Buffer) -> None:
-        name, data = frames.split_command(body)
+        name, data = split_command(body)
         if name == b"ERROR":
             raise Refused(f"the peer refuses this connection: {data[1:65]!r}")
         self._send_handshake(self.mechanism.take(name, data))
@@ -279,9 +477,7 @@ class Connection:
             self.ttl_s = int.from_bytes(data[:2], "big") / _TTL_PER_S
             # A peer that sends PINGs and reads nothing gets one PONG, not a queue of them.
             if self._pong_at <= self.sent_bytes:
-                self._send_command(frames.command(b"PONG", data[2:]))
+                self._send_command(command(b"PONG", data[2:]))
                 self._pong_at = self.queued_bytes
-        elif name == b"PONG":
-            self.heard_pong = data
         elif name == b"ERROR":
             raise Refused(f"the peer ends this connection: {data[1:65]!r}")

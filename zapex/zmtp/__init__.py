@@ -1,1 +1,0 @@
-"""ZeroMQ's protocol without libzmq: connections as state machines, and many over sockets."""
