@@ -177,6 +177,7 @@ def test_a_killed_relay_replay_or_learner_comes_back_and_the_run_goes_on(cluster
         assert part.is_gone()
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_and_the_refusal_names_them(cluster: Cluster) -> None:
     cluster.start("replay", "--actors", "1", "--gamma", "0.95")
     # The number of actors, and whatever else is a host's own business, may differ.
@@ -240,6 +241,7 @@ def test_an_address_that_is_taken_is_told_at_once(
     assert not os.path.exists("second")
 
 
+@pytest.mark.slow
 def test_whoever_finds_nobody_says_whom_it_waits_for_and_ends_at_ctrl_c(cluster: Cluster) -> None:
     host = cluster.start("actor")
     host.wait_to_say(f"waiting for the replay at {cluster.url} for 3 s")

@@ -13,16 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_block_of_the_library_documentation_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
-    assert len(blocks) >= 8
-    names: dict[str, object] = {}
-    for number, block in enumerate(blocks):
-        # Our own documentation: not bytes from elsewhere.
-        exec(compile(block, f"docs/library.md, block {number}", "exec"), names)
-    assert "effective_capacity" in capsys.readouterr().out
-
-
 def test_the_example_in_the_replays_docstring_runs():
     from zapex import PrioritizedReplay
 
@@ -97,25 +87,3 @@ def test_the_stable_baselines_example_runs():
     pytest.importorskip("stable_baselines3")
     out = run("examples/sb3_dqn.py", "--total-steps", "2000")
     assert "effective_capacity" in out
-
-
-def test_every_zapex_name_of_the_migration_guide_is_there():
-    from zapex import PrioritizedReplay, Writer
-
-    text = (ROOT / "docs/migrate.md").read_text()
-    called = set(re.findall(r"\b(replay|writer)\.(\w+)\(", text))
-    assert len(called) >= 7
-    for owner, name in called:
-        assert hasattr({"replay": PrioritizedReplay, "writer": Writer}[owner], name), name
-
-
-def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for number, block in enumerate(
-        re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
-    ):
-        exec(compile(block, f"docs/python.md, block {number}", "exec"), names)
-    # So short a run may be over before its first report, which is due after a second.
-    assert "2,000 frames are played" in capsys.readouterr().out
-    assert names["result"].steps >= 2000

@@ -45,6 +45,7 @@ def newest(run: str) -> checkpoint.Checkpoint:
     return checkpoint.load(path)
 
 
+@pytest.mark.slow
 def test_cartpole_is_learned_in_a_bounded_number_of_steps() -> None:
     learner = ["--lr", "1e-3", "--batch-size", "64", "--target-period", "100"]
     actor = ["--envs-per-actor", "4", "--eval-period-s", "10", "--eval-episodes", "10"]
@@ -107,9 +108,9 @@ def seen_in(batches: list[dict[str, Any]]) -> set[str]:
     ("flags", "missing"),
     [
         ([], ""),
-        (["--alpha", "0"], "priorities"),
-        (["--beta", "0"], "weights"),
-        (["--n-step", "1"], "returns of 3 steps"),
+        pytest.param(["--alpha", "0"], "priorities", marks=pytest.mark.slow),
+        pytest.param(["--beta", "0"], "weights", marks=pytest.mark.slow),
+        pytest.param(["--n-step", "1"], "returns of 3 steps", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_draws_by_priority_weighs_and_sums_three_rewards_unless_told_otherwise(
@@ -198,6 +199,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         yield patched.undo
 
 
+@pytest.mark.slow
 def test_on_a_full_disk_training_goes_on_in_memory_and_the_run_resumes_once_there_is_room(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_learner_that_diverges_is_one_line_and_code_1(capsys: pytest.CaptureFi
     assert "lower lr" in line.lower().replace("--", "")
 
 
+@pytest.mark.slow
 def test_frames_kept_on_the_learners_device_change_no_bit_of_a_run() -> None:
     few = [*TINY_ALE, "--max-frames", "1600"]
     for run, *flags in (["host"], ["device", "--replay-device", "cpu-tensor"]):

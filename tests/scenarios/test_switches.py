@@ -190,6 +190,7 @@ def test_the_optimiser_is_the_one_asked_for(name: str, kind: type, seen: Seen) -
     assert type(seen.batches[0]["dqn"].optimiser) is kind
 
 
+@pytest.mark.slow
 def test_max_pool_leaves_a_small_square(seen: Seen) -> None:
     few = {"env": "ALE/Breakout-v5", "max_frames": 800}
     run(**few)
@@ -199,6 +200,7 @@ def test_max_pool_leaves_a_small_square(seen: Seen) -> None:
     assert widths["run"] // 49 == widths["other"] // 9
 
 
+@pytest.mark.slow
 def test_impala_is_another_network_with_another_name(seen: Seen) -> None:
     run(env="ALE/Breakout-v5", max_frames=4 * STEPS, network="impala", channels=4, hidden=8)
     path = checkpoint.latest(Path("run"))

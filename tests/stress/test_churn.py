@@ -5,7 +5,7 @@ import pytest
 from tests.stress.churn_hours import Churn
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_half_an_hour_of_churn_gives_no_number_to_two_and_refuses_nobody_wrongly(seed):
     counts = Churn(seed).run(0.5)
     assert counts["joins"] > 500
