@@ -18,15 +18,15 @@ from zapex.errors import (
     NotEnoughData,
     SharedMemoryError,
 )
-from zapex.sumtree_kernels import (
+from zapex.sumtree_numba import (
     MINIMA_BLOCK,
+    SumTree,
     _spin,
     _walk_line,
     find_kernel,
     level_offsets,
     priority_limit,
 )
-from zapex.sumtree_numba import SumTree
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 513, 5000]
 

@@ -26,7 +26,7 @@ For readers of the code: where things live. Imports run down this map and never 
      6  host, transport, wire
      5  checkpoints, replay
      4  config, envs, sumtree_numba
-     3  agent, chunks, fstack, shm_ring, sumtree_kernels
+     3  agent, chunks, fstack, shm_ring
      2  machine
      1  errors, processes, version
 """
@@ -37,8 +37,7 @@ from zapex.version import __version__
 
 if TYPE_CHECKING:
     from zapex.chunks.batch import Batch
-    from zapex.chunks.columns import Column
-    from zapex.chunks.schema import Schema
+    from zapex.chunks.schema import Column, Schema
     from zapex.cli.from_python import TrainConfig, train
     from zapex.cli.saved import SavedPolicy, load_policy
     from zapex.clusters.launched import launch
@@ -54,7 +53,7 @@ __all__ = [
 
 _HOMES = {
     "Batch": "chunks.batch",
-    "Column": "chunks.columns",
+    "Column": "chunks.schema",
     "PrioritizedReplay": "library.prioritized",
     "Report": "watch.progress",
     "Result": "watch.progress",

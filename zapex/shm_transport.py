@@ -36,8 +36,7 @@ from zapex.machine.exchange import Exchange
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.segment import map_ahead
 from zapex.machine.waiting import Waker
-from zapex.replay.draw import Draw
-from zapex.replay.gathering import Gatherer
+from zapex.replay.draw import Draw, Gatherer
 from zapex.shm_ring import RingsWithRecords, ShmRing
 from zapex.transport import Incarnation, Sampled
 

@@ -11,9 +11,8 @@ import numpy as np
 from benchmarks.transport.server import Setting, atari
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.builder import CUT, END, ChunkBuilder
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import ACTOR, COMMITTED, COUNT, INCARNATION, STATE, STREAM, ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 from zapex.wire.pairs import PairMaker
 

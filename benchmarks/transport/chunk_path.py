@@ -11,8 +11,7 @@ from benchmarks.support.processes import reap, start_beside
 from benchmarks.transport.server import Setting, make_host
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.builder import ChunkBuilder
-from zapex.chunks.columns import Column
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.machine.segment import Segment
 from zapex.replay.core import ReplayCore
 from zapex.replay.limiter import LimiterConfig

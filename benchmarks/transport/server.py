@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from zapex.chunks.batch import aligned_zeros
-from zapex.chunks.columns import Column
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.fstack import Setup
 from zapex.host.metrics import RoleMetrics
 from zapex.host.roster import Roster

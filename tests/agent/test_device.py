@@ -22,9 +22,8 @@ from zapex.agent.learning import DQN
 from zapex.agent.pipeline import Pipeline
 from zapex.agent.policy import Policy
 from zapex.chunks.batch import Batch, split
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import BatchLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import Diverged
 from zapex.host.metrics import RoleMetrics
 from zapex.roles.learner import Learner

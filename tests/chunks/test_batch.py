@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import BatchLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 
 NESTED = Schema(
     {"obs/image": Column((3, 2), np.uint8, stack=2), "obs/pose": Column((3,), np.float32),

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.naive import NaiveNStep
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.builder import CUT, END, ChunkBuilder, flat_observations
-from zapex.chunks.columns import Column
+from zapex.chunks.builder import CUT, END, MOST_REWARD, ChunkBuilder, flat_observations
 from zapex.chunks.layout import (
     ACTOR,
     COMMITTED,
@@ -23,8 +22,7 @@ from zapex.chunks.layout import (
     ChunkLayout,
 )
 from zapex.chunks.ledger import SlotLedger
-from zapex.chunks.schema import Schema
-from zapex.chunks.step_kernels import MOST_REWARD
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError
 

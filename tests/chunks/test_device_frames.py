@@ -8,14 +8,12 @@ import pytest
 
 from tests.support.late_device import LateQueues
 from zapex.chunks.batch import Batch
-from zapex.chunks.columns import Column
 from zapex.chunks.device_frames import DeviceFrames
 from zapex.chunks.layout import COMMITTED, COUNT, NO_FRAME, STATE, BatchLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import ConfigError
 from zapex.replay.core import ReplayCore, ReplayLayout
-from zapex.replay.draw import Draw
-from zapex.replay.gathering import Gatherer
+from zapex.replay.draw import Draw, Gatherer
 
 torch = pytest.importorskip("torch")
 CPU = torch.device("cpu")

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from zapex.chunks.batch import aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import ChunkLayout
 from zapex.chunks.limits import LARGEST, Limits
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 
 COLUMNS = {"obs": Column((2,), np.float32), "action": Column((), np.int64)}

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import BatchLayout, ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import SchemaError
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tests.chunks.test_builder import play
 from tests.support.keys import indices_of
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.keys import GENERATION_BITS, MAX_SLOTS, NO_KEY, OFFSET_BITS, SLOT_BITS
 from zapex.chunks.layout import (
     ACTOR,
@@ -25,10 +24,11 @@ from zapex.chunks.layout import (
     STATE,
     BatchLayout,
     ChunkLayout,
+    chunk_length,
+    slots_needed,
 )
 from zapex.chunks.ledger import SlotLedger
-from zapex.chunks.schema import Schema
-from zapex.chunks.sizes import chunk_length, slots_needed
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, SharedMemoryError
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from zapex.chunks.columns import Column
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.config.layers import explain
 from zapex.config.presets import (
     TABLE,

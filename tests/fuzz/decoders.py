@@ -29,13 +29,12 @@ from tests.fuzz.zmtp import CurveBytes, NullBytes
 from tests.support import messages
 from zapex.checkpoints import file as checkpoint
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import NO_FRAME, BatchLayout, ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import ZapexError
 from zapex.library.prioritized import PrioritizedReplay
 from zapex.net import keys as curve_keys
-from zapex.replay import snapshot
+from zapex.replay import snapshots
 from zapex.replay.draw import Draw
 from zapex.wire import control as m
 from zapex.wire.batches import BatchUnpacker
@@ -260,14 +259,14 @@ class _SnapshotRun:
         )  # fmt: skip
         self._memory = aligned_zeros(2 * replay.core.layout.nbytes)
         replay.save(self._folder.path)
-        facts = snapshot.read_manifest(self._folder.path)
+        facts = snapshots.read_manifest(self._folder.path)
         state = (self._folder.path / facts["state"]["file"]).read_bytes()
         facts["state"]["file"] = self.FILES[0]
         (first,) = {where[2] for where in facts["chunks"].values()}
         chunks = (self._folder.path / first).read_bytes()
         for where in facts["chunks"].values():
             where[2] = self.FILES[1]
-        self.seed = mutation.joined([_sealed(snapshot.text_of(facts)), state, chunks])
+        self.seed = mutation.joined([_sealed(snapshots.text_of(facts)), state, chunks])
 
     def __call__(self, data: bytes) -> bool:
         manifest, *files = [*mutation.split(data, 3), b"", b"", b""][:3]
@@ -277,15 +276,15 @@ class _SnapshotRun:
             return False
 
     def _parse(self, manifest: bytes) -> bool:
-        facts = snapshot.parse_manifest(manifest, "manifest")
-        text = snapshot.text_of(facts)
+        facts = snapshots.parse_manifest(manifest, "manifest")
+        text = snapshots.text_of(facts)
         again = _sealed(text)
         if again != manifest:
-            assert snapshot.text_of(snapshot.parse_manifest(again, "manifest")) == text
+            assert snapshots.text_of(snapshots.parse_manifest(again, "manifest")) == text
         return True
 
     def _load(self, manifest: bytes, files: list[bytes]) -> bool:
-        self._folder.put(snapshot.MANIFEST, manifest)
+        self._folder.put(snapshots.MANIFEST, manifest)
         for name, content in zip(self.FILES, files, strict=True):
             self._folder.put(name, content)
         # In a memory of a given size: without, a snapshot says itself how much it needs.
@@ -323,7 +322,7 @@ class _SnapshotRun:
                     chunk = parts[2][where[3] : where[3] + LAYOUT.body_bytes]
                     where[4] = zlib.crc32(chunk)
         with contextlib.suppress(RecursionError):
-            parts[0] = _sealed(snapshot.text_of(facts))
+            parts[0] = _sealed(snapshots.text_of(facts))
         return mutation.joined(parts)
 
 

@@ -5,10 +5,9 @@ import pytest
 
 from tests.support.keys import indices_of
 from zapex.chunks.batch import aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.keys import NO_KEY
 from zapex.chunks.layout import COMMITTED, COUNT, STATE
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
 from zapex.library.prioritized import PrioritizedReplay
 from zapex.replay.core import ReplayLayout

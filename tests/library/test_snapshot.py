@@ -13,7 +13,7 @@ import pytest
 from tests.chunks.test_packer import extend, new_replay, stream_of_rows
 from zapex.errors import CheckpointError
 from zapex.library.prioritized import PrioritizedReplay
-from zapex.replay import saving, snapshot
+from zapex.replay import snapshots
 
 
 def filled(seed=0, rows=100, capacity=80, **options):
@@ -78,7 +78,7 @@ def test_rows_of_a_chunk_that_is_still_open_are_in_it(tmp_path):
 
 
 def test_a_second_save_writes_only_chunks_that_are_new(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "SEGMENT_BYTES", 3 * 500)
+    monkeypatch.setattr(snapshots, "SEGMENT_BYTES", 3 * 500)
     replay = filled(rows=60)
     replay.save(tmp_path)
     first = files(tmp_path)
@@ -120,14 +120,14 @@ def test_what_is_evicted_during_a_save_is_in_it(tmp_path, monkeypatch):
     replay = filled()
     leaves, rows = replay.core.tree.leaves.copy(), len(replay)
     before = {int(k): v for k, v in zip(*observations_of(replay), strict=True)}
-    write = saving.write_whole
+    write = snapshots.write_whole
     flood = stream_of_rows(np.random.default_rng(2), 2, 1, 200)
 
     def write_late(path, parts):
         extend(replay, *flood)
         return write(path, parts)
 
-    monkeypatch.setattr(saving, "write_whole", write_late)
+    monkeypatch.setattr(snapshots, "write_whole", write_late)
     replay.save(tmp_path)
     monkeypatch.undo()
     restored = PrioritizedReplay.load(tmp_path)
@@ -154,7 +154,7 @@ def test_a_save_that_stops_anywhere_leaves_the_last_one_loadable(tmp_path, monke
     replay = filled()
     replay.save(tmp_path)
     leaves = replay.core.tree.leaves.copy()
-    whole = getattr(saving, stop)
+    whole = getattr(snapshots, stop)
     for calls_before in range(3):
         extend(replay, *stream_of_rows(np.random.default_rng(1), 2, 1, 9))
         calls = []
@@ -165,7 +165,7 @@ def test_a_save_that_stops_anywhere_leaves_the_last_one_loadable(tmp_path, monke
                 raise OSError("the disk is full")
             return whole(*arguments)
 
-        monkeypatch.setattr(saving, stop, stops)
+        monkeypatch.setattr(snapshots, stop, stops)
         with pytest.raises(CheckpointError, match="the disk is full"):
             replay.save(tmp_path)
         monkeypatch.undo()
@@ -244,11 +244,11 @@ def test_a_missing_file_is_said(tmp_path, which):
 
 
 def rewrite(path, change):
-    facts = snapshot.read_manifest(path)
+    facts = snapshots.read_manifest(path)
     change(facts)
-    text = snapshot.text_of(facts)
-    content = {"crc32": saving.zlib.crc32(text), "snapshot": facts}
-    (path / snapshot.MANIFEST).write_text(json.dumps(content))
+    text = snapshots.text_of(facts)
+    content = {"crc32": snapshots.zlib.crc32(text), "snapshot": facts}
+    (path / snapshots.MANIFEST).write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_what_is_no_file_in_place_of_a_snapshots_is_said_at_once(tmp_path, which
 
 def test_a_manifest_without_an_end_is_refused_in_little_memory(tmp_path, monkeypatch):
     filled().save(tmp_path)
-    monkeypatch.setattr(snapshot, "MOST_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(snapshots, "MOST_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointError, match="more than 100 bytes"):
         PrioritizedReplay.load(tmp_path)
 

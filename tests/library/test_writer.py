@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tests.chunks.test_builder import Game
 from tests.support.keys import indices_of
 from tests.support.naive import NaiveNStep
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import COUNT
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import ConfigError, InvalidPriority, ReplayError, SchemaError
 from zapex.library.prioritized import PrioritizedReplay
 

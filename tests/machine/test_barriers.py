@@ -191,8 +191,8 @@ def test_every_rule_of_the_models_is_here_or_said_to_be_elsewhere() -> None:
     assert RULES.keys() | ELSEWHERE == {(m, rule) for m, rules in NEEDED.items() for rule in rules}
 
 
-LOOK = Kernel("zapex.chunks.store", "_count_torn", (WORDS, BYTES, WORDS), [], [])
-GATHER = Kernel("zapex.chunks.store", "gather_kernel", (WORDS, BYTES, WORDS, BYTES, WORDS), [], [])
+LOOK = Kernel("zapex.chunks.gather", "_count_torn", (WORDS, BYTES, WORDS), [], [])
+GATHER = Kernel("zapex.chunks.gather", "gather_kernel", (WORDS, BYTES, WORDS, BYTES, WORDS), [], [])
 NUMBERS = GATHER._replace(name="gather_numbers_kernel", arguments=(*GATHER.arguments, WORDS))
 FENCE = "    fence_acquire()\n    torn, headers = 0, mem.view(np.int64)\n"
 CHECK = "    return _count_torn(keys, mem, out_keys)\n"
@@ -235,7 +235,9 @@ def test_a_gather_looks_at_the_generations_after_its_copies(
     assert (order in ([*copies, "count_torn"], [*copies, "fence"])) == (old == "")
 
 
-STREAM = Kernel("zapex.chunks.store", "_gather_frames", (WORDS, WORDS, BYTES, WORDS, BYTES), [], [])
+STREAM = Kernel(
+    "zapex.chunks.gather", "_gather_frames", (WORDS, WORDS, BYTES, WORDS, BYTES), [], []
+)
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -246,7 +248,7 @@ def test_streamed_frames_are_followed_by_a_full_fence(there: bool) -> None:
     assert ("fence seq_cst" in ir) == there
 
 
-CLOSE = Kernel("zapex.chunks.step_kernels", "flush_kernel", (WORDS, BYTES), [], [])
+CLOSE = Kernel("zapex.chunks.builder", "flush_kernel", (WORDS, BYTES), [], [])
 
 
 @pytest.mark.parametrize("there", [True, False])

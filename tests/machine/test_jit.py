@@ -17,7 +17,7 @@ import numpy as np
 from zapex.chunks.keys import LEAST_KEY
 from zapex.chunks.layout import COUNT, GENERATION, HEADER_WORDS, LIVE, STATE
 from zapex.machine.jit import CACHE_DIRECTORY
-from zapex.replay.sampling import reprioritise_kernel
+from zapex.replay.priorities import reprioritise_kernel
 from zapex.sumtree_numba import SumTree
 headers = np.zeros(HEADER_WORDS, np.int64)
 headers[STATE], headers[COUNT], headers[GENERATION] = LIVE, 1, 1
@@ -58,7 +58,7 @@ FORKED = """
 import os, signal, threading, time
 import numba
 from numba.core.compiler_lock import global_compiler_lock
-import zapex.sumtree_kernels
+import zapex.sumtree_numba
 
 twice = numba.njit(lambda x: 2 * x)
 held = threading.Event()

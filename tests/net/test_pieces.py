@@ -12,9 +12,8 @@ import pytest
 
 from tests.chunks.test_builder import play
 from zapex.chunks.batch import Batch
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import COUNT, BatchLayout, ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import BadMessage
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource

@@ -18,9 +18,8 @@ from tests.support.transport_rigs import (
     nothing_left_open,
     until,
 )
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import COUNT, STREAM, ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.wire import control as m
 from zapex.wire import header
 from zapex.wire.control import BULK

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import COMMITTED, COUNT, STATE
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import CheckpointError
-from zapex.replay import saving
+from zapex.replay import snapshots
 from zapex.replay.core import ReplayCore, ReplayLayout
-from zapex.replay.saving import save
-from zapex.replay.snapshot import Saves, read_manifest, read_state, restore
+from zapex.replay.snapshots import Saves, read_manifest, read_state, restore, save
 
 SCHEMA = Schema({"obs": Column((2,), np.float32), "action": Column((), np.int64)}, n_step=1)
 CHUNK = 4
@@ -121,7 +119,7 @@ def test_a_disk_with_too_little_room_is_one_line_and_the_former_save_is_whole(
     save(replay, saves, tmp_path)
     before, files = twin(replay), set(tmp_path.iterdir())
     add(replay, 100, 4)
-    monkeypatch.setattr(saving, "free_bytes", lambda folder: 1_000_000)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda folder: 1_000_000)
     with pytest.raises(CheckpointError, match=r"needs 1\.1 MB and 1\.0 MB are free there: free"):
         save(replay, saves, tmp_path)
     assert set(tmp_path.iterdir()) == files
@@ -141,13 +139,13 @@ def test_a_save_that_fails_leaves_none_of_its_files(
     save(replay, saves, tmp_path)
     files = set(tmp_path.iterdir())
     add(replay, 100, 4)
-    write = saving.write_whole
+    write = snapshots.write_whole
 
     def full(path: Path, parts: Iterable[Any]) -> int:
         write(path, parts)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "write_whole", full)
+    monkeypatch.setattr(snapshots, "write_whole", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(replay, saves, tmp_path)
     assert set(tmp_path.iterdir()) == files
@@ -162,7 +160,7 @@ def test_a_process_killed_in_a_save_leaves_the_former_one_whole(
     save(replay, saves, tmp_path)
     before = twin(replay)
     add(replay, 100, 4)
-    write = saving.write_whole
+    write = snapshots.write_whole
 
     def die(path: Path, parts: Iterable[Any]) -> int:
         if path.name.startswith(step):
@@ -172,7 +170,7 @@ def test_a_process_killed_in_a_save_leaves_the_former_one_whole(
 
     child = os.fork()
     if not child:
-        monkeypatch.setattr(saving, "write_whole", die)
+        monkeypatch.setattr(snapshots, "write_whole", die)
         save(replay, saves, tmp_path)
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -199,15 +197,15 @@ def test_evicted_chunks_are_left_out_where_their_copies_would_take_too_much_memo
     replay, again = core(), core()
     add(replay, 0, 16)
     held = twin(replay)
-    monkeypatch.setattr(saving, "MOST_ASIDE_BYTES", 3 * replay.store.layout.body_bytes)
-    write = saving.write_whole
+    monkeypatch.setattr(snapshots, "MOST_ASIDE_BYTES", 3 * replay.store.layout.body_bytes)
+    write = snapshots.write_whole
 
     def write_late(path: Path, parts: Iterable[Any]) -> int:
         if path.name.startswith("chunks"):
             add(replay, 1000, 10)  # as if the disk were slow
         return write(path, parts)
 
-    monkeypatch.setattr(saving, "write_whole", write_late)
+    monkeypatch.setattr(snapshots, "write_whole", write_late)
     save(replay, Saves(), tmp_path)
     loaded(tmp_path, again)
     kept = {action: row for action, row in held.items() if action < 12 or action >= 40}

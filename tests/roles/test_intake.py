@@ -7,9 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from zapex.chunks.batch import aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import COMMITTED, COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import set_state_kernel
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig

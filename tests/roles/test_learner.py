@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from zapex.chunks.batch import Batch
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import BatchLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import Diverged, ZapexError
 from zapex.host.metrics import RoleMetrics
 from zapex.roles.learner import Learner

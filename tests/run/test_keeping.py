@@ -16,7 +16,7 @@ from zapex.envs import environments
 from zapex.errors import CheckpointError, Refused
 from zapex.host.saves import SaveWords
 from zapex.machine import disk
-from zapex.replay import saving
+from zapex.replay import snapshots
 from zapex.replay.core import ReplayCore
 from zapex.run import keeping, topology
 from zapex.run.keeping import FOLDER, Keeper, Patience, is_saved
@@ -207,7 +207,7 @@ def test_a_full_disk_is_told_at_the_start_and_at_the_end_and_the_former_save_sta
     lives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = saved(lives)
-    monkeypatch.setattr(saving, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda folder: 1000)
     monkeypatch.setattr(keeping, "free_bytes", lambda folder: 1000)
     life = lives()
     add(life.start(), 1000, 1)
@@ -250,7 +250,7 @@ def test_a_save_beside_the_work_that_fails_is_told_and_so_is_the_one_that_works_
 ) -> None:
     life = lives(save_replay="always", checkpoint_minutes=1.0, resume="")
     add(life.start(), 0, 4)
-    monkeypatch.setattr(saving, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda folder: 1000)
     for at_s in (60.0, 120.0):
         life.now_s = at_s
         life.keeper.do_work()
@@ -322,9 +322,9 @@ def test_a_snapshot_that_is_not_of_a_run_is_not_used(lives: Any, tmp_path: Path)
     life = lives(resume="")
     memory = life.start()
     add(memory, 0, 4)
-    saving.save(memory, saving.Saves(), tmp_path / FOLDER)
+    snapshots.save(memory, snapshots.Saves(), tmp_path / FOLDER)
     again = lives()
     assert len(again.start()) == 0
     assert "it is of other settings: env was None and is CartPole-v1" in again.said[0]
     with pytest.raises(CheckpointError):
-        saving.read_manifest(tmp_path / FOLDER)
+        snapshots.read_manifest(tmp_path / FOLDER)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, NO_FRAME, STREAM
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 
 STACK, FRAME_WORDS = 2, 24

@@ -15,9 +15,8 @@ import pytest
 
 from tests.support import fstack, redis_server
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.keys import NO_KEY
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 from zapex.host.plan import HostPlan
 from zapex.host.roster import Roster

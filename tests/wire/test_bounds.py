@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.wire.test_messages import FORM, LAYOUT, SCHEMA, chunk, examples
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import BadMessage
 from zapex.wire import control as m
 from zapex.wire.experience import claimed_push

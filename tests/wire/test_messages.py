@@ -16,9 +16,8 @@ from tests.chunks.test_builder import play
 from tests.support import messages
 from tests.support.messages import same
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.columns import Column
 from zapex.chunks.layout import COUNT, NO_FRAME, STREAM, BatchLayout, ChunkLayout
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import BadMessage, ConfigError
 from zapex.replay.draw import Draw
 from zapex.wire import control as m

@@ -13,17 +13,15 @@ The body of a chunk holds K transitions of one stream, and their frames:
 Each section starts on a cache line. No other module of zapex computes these offsets.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zapex.chunks.columns import Column
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.errors import SchemaError
-from zapex.machine.memory import Section, lay_out, words
+from zapex.machine.memory import RecordType, Section, lay_out, words
 
 NO_FRAME = 0xFFFF
 MAX_CHUNK = 256  # a key has 8 bits for the offset in a chunk
@@ -44,6 +42,27 @@ HEADER_WORDS = 16
 ) = range(10)
 # The states of a slot, in this order. In each state a slot has one owner.
 FREE, GRANTED, COMMITTED, LIVE, EVICTED = range(5)
+
+# The first words of the state of each kernel over chunks.
+_CHUNK_WORDS = (
+    "chunk max_frames stack n_step bodies body_bytes "
+    "obs_frames next_obs_frames reward discount priority "
+)
+
+
+def chunk_words(own: str) -> RecordType:
+    """The record of a kernel's state over chunks: the shared words, then its own."""
+    return words(_CHUNK_WORDS + own)
+
+
+def slots_needed(capacity: int, chunk: int, streams: int) -> int:
+    """Slots for `capacity` transitions, 2 more for each stream (its credit), and 8 more."""
+    return -(-capacity // chunk) + 2 * streams + 8
+
+
+def chunk_length(capacity: int, streams: int, n_step: int) -> int:
+    """K, the transitions of a chunk: few, so that one eviction takes a small part of the memory."""
+    return max(n_step, min(64, capacity // (16 * max(1, streams))))
 
 
 @dataclass(frozen=True)
@@ -140,47 +159,3 @@ class BatchLayout:
         """Whether a column's stack is innermost in memory, but first in its space's shape."""
         column = self.schema.obs_columns.get(name.removeprefix("next_"))
         return column is not None and self._stack_innermost(column) and column.stack_axis == 0
-
-
-# How a gather copies a column: the place in a chunk, the bytes, the place in a batch.
-FRAME_COPY = words("source nbytes depth obs next_obs innermost item")
-STEP_COPY = words("source nbytes target")
-
-
-def gather_tables(
-    chunk: ChunkLayout, batch: BatchLayout, first: int = 0
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One FRAME_COPY for each observation column, one STEP_COPY for each step column, as words.
-
-    first: the row of the batch where the gather begins.
-    """
-
-    def place(name: str) -> int:
-        section = batch.sections[name]
-        return section.offset + first * (section.nbytes // batch.batch_size)
-
-    frame_rows = []
-    for name, column in () if batch.frames_apart else chunk.schema.obs_columns.items():
-        suffix = name.removeprefix("obs")
-        frame_rows.append(
-            (
-                chunk.sections[name].offset,
-                column.item_bytes,
-                column.stack,
-                place("obs" + suffix),
-                place("next_obs" + suffix),
-                int(batch._stack_innermost(column)),
-                np.dtype(column.dtype).itemsize,
-            )
-        )
-    targets = {name: place(name) for name in (*chunk.schema.step_columns, "reward", "discount")}
-    return np.array(frame_rows, np.int64), step_copies(chunk, targets)
-
-
-def step_copies(chunk: ChunkLayout, targets: Mapping[str, int]) -> NDArray[np.int64]:
-    """One STEP_COPY for each column. targets: the column's start in the destination, by name."""
-    rows = [
-        (chunk.sections[name].offset, chunk.sections[name].nbytes // chunk.chunk, target)
-        for name, target in targets.items()
-    ]
-    return np.array(rows, np.int64)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.store import ChunkStore, chunk_words
+from zapex.chunks.layout import chunk_words
+from zapex.chunks.store import ChunkStore
 from zapex.machine.atomics import compare_bytes, copy_bytes, record_at
 from zapex.machine.jit import kernel
 from zapex.machine.memory import RecordType, count, words

@@ -1,7 +1,8 @@
-"""Schema: the columns of a transition, n_step and gamma."""
+"""Schema: the columns of a transition, n_step and gamma; and the columns of Gymnasium's spaces."""
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,15 +10,72 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from zapex.chunks.columns import Column
-from zapex.chunks.spaces import observation_columns, plain_column
 from zapex.errors import SchemaError
 
 if TYPE_CHECKING:
     import gymnasium
 
 RESERVED = ("reward", "discount", "priority", "next_obs", "weights", "keys", "indices")
+# Most frames in a stack, least pixels of an image side, colours of RGB.
+_FEW, _SIDE, _COLOURS = 16, 32, 3
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named field of a transition.
+
+    Args:
+        shape: the shape of one value, or of one frame (without the stack axis).
+        dtype: any fixed-size NumPy dtype.
+        stack: how many successive frames make one observation, 1 to 16. Other columns have 1.
+        stack_axis: the axis of the stack in the observation's shape, 0 or -1.
+
+    Raises:
+        SchemaError: a value is out of range.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    stack: int = 1
+    stack_axis: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        dtype = np.dtype(self.dtype)
+        if dtype.hasobject or dtype.itemsize == 0 or dtype.fields:
+            raise SchemaError(f"a column's dtype must be a plain fixed-size one, got {dtype}")
+        object.__setattr__(self, "dtype", dtype)
+        if any(n < 1 for n in self.shape):
+            raise SchemaError(f"a column's shape must be positive, got {self.shape}")
+        if not 1 <= self.stack <= 16:
+            raise SchemaError(f"stack must be 1 to 16, got {self.stack}")
+        if self.stack_axis not in (0, -1):
+            raise SchemaError(f"stack_axis must be 0 or -1, got {self.stack_axis}")
+
+    @cached_property
+    def item_bytes(self) -> int:
+        """Bytes of one frame, or of one value."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
+    @cached_property
+    def stack_innermost(self) -> bool:
+        """Whether the user's observations have the stack at the last axis."""
+        return self.stack > 1 and self.stack_axis == -1
+
+    @cached_property
+    def value_shape(self) -> tuple[int, ...]:
+        """The shape of the user's arrays: the frame's shape, and the stack axis if stack > 1."""
+        if self.stack == 1:
+            return self.shape
+        if self.stack_axis == 0:
+            return (self.stack, *self.shape)
+        return (*self.shape, self.stack)
+
+    def describe(self) -> list[Any]:
+        """The column as JSON values. Equal columns give equal values."""
+        return [list(self.shape), np.dtype(self.dtype).str, self.stack, self.stack_axis]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +180,8 @@ class Schema:
             SchemaError: a space is not supported, or the shape does not show whether an axis is
                 the stack, or whether it is colours.
         """
-        columns = observation_columns(observation_space, stack)
-        columns["action"] = plain_column(action_space, "action")
+        columns = _observation_columns(observation_space, stack)
+        columns["action"] = _plain_column(action_space, "action")
         taken = sorted(columns.keys() & (extra or {}).keys())
         if taken:
             raise SchemaError(f"extra columns {taken} have the names of the spaces' own")
@@ -170,3 +228,79 @@ def _described_dtype(text: Any) -> "np.dtype[Any]":
     if not isinstance(text, str) or not re.fullmatch(r"[<>|=][A-Za-z]\d{1,9}(\[\w{1,9}\])?", text):
         raise ValueError(f"no dtype: {text!r}")
     return np.dtype(text)
+
+
+def _plain_column(space: "gymnasium.Space[Any]", name: str) -> Column:
+    """The column for a space. Raises SchemaError if the space has no fixed shape."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return Column((), np.int64)
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        return Column(space.shape, space.dtype)
+    raise SchemaError(
+        f"{name}: {type(space).__name__} spaces have no columns; Box, Discrete, MultiDiscrete, "
+        "MultiBinary and (for observations) a Dict of these do"
+    )
+
+
+def _observation_column(space: "gymnasium.Space[Any]", name: str, stack: int | None) -> Column:
+    """The column of an observation. `Schema.from_spaces` describes `stack`."""
+    plain = _plain_column(space, name)
+    shape = plain.shape
+    if stack == 1:
+        return plain
+    if stack is not None:
+        axes = [axis for axis in (0, -1) if shape and shape[axis] == stack]
+        if len(shape) == 1:
+            axes = axes[:1]
+        if not axes:
+            raise SchemaError(f"{name}: stack={stack} is neither end of the shape {shape}")
+    elif len(shape) == 3:
+        axes = [
+            axis
+            for axis, image in ((0, shape[1:]), (-1, shape[:2]))
+            if 1 < shape[axis] <= _FEW and min(image) >= _SIDE
+        ]
+        if (
+            not axes
+            and min(shape[0], shape[-1]) > 1
+            and max(shape[0], shape[-1]) <= _FEW < shape[1]
+        ):
+            axes = [0, -1]
+        if len(axes) == 1 and shape[axes[0]] == _COLOURS:
+            raise SchemaError(
+                f"{name}: the {_COLOURS} of the shape {shape} may be colours or successive frames: "
+                f"say stack=1 or stack={_COLOURS}"
+            )
+    else:
+        return plain
+    if len(axes) == 2:
+        raise SchemaError(
+            f"{name}: either end of the shape {shape} may be the stack of frames: give "
+            "Schema(columns=...) a Column with stack and stack_axis, or say stack=1"
+        )
+    if not axes:
+        return plain
+    frame = shape[1:] if axes[0] == 0 else shape[:-1]
+    return Column(frame, plain.dtype, shape[axes[0]], axes[0])
+
+
+def _observation_columns(
+    space: "gymnasium.Space[Any]", stack: int | Mapping[str, int] | None
+) -> dict[str, Column]:
+    """The "obs" column, or one "obs/<name>" column for each entry of a Dict."""
+    from gymnasium import spaces
+
+    if not isinstance(space, spaces.Dict):
+        if isinstance(stack, Mapping):
+            raise SchemaError(f"stack by name is for Dict observations, not {type(space).__name__}")
+        return {"obs": _observation_column(space, "obs", stack)}
+    stacks = stack if isinstance(stack, Mapping) else dict.fromkeys(space, stack)
+    unknown = sorted(stacks.keys() - space.keys())
+    if unknown:
+        raise SchemaError(f"stack names {unknown}; the observation has {sorted(space)}")
+    return {
+        f"obs/{name}": _observation_column(part, f"obs/{name}", stacks.get(name))
+        for name, part in space.items()
+    }

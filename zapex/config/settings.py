@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, Self
 
-from zapex.chunks.sizes import chunk_length, slots_needed
 from zapex.config import clusters
 from zapex.config.fields import SettingsGroup, check_path, parse_count, setting, toml_value
 from zapex.config.words import did_you_mean
@@ -314,11 +313,15 @@ class Config:
     @property
     def chunk_transitions(self) -> int:
         """K, the most transitions of a chunk; at least n_step."""
+        from zapex.chunks.layout import chunk_length  # it imports NumPy
+
         return chunk_length(self.replay.capacity, self.streams, self.replay.n_step)
 
     @property
     def slots(self) -> int:
         """Chunk slots: for the capacity, two for each stream, and eight spare ones."""
+        from zapex.chunks.layout import slots_needed  # it imports NumPy
+
         return slots_needed(self.replay.capacity, self.chunk_transitions, self.streams)
 
     @property

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from zapex.agent.architecture import MIN_IMAGE_SIDE
-from zapex.chunks.columns import Column
-from zapex.chunks.schema import Schema
+from zapex.chunks.schema import Column, Schema
 from zapex.envs import first_step, suggestions
 from zapex.envs.atari_scores import RANDOM_AND_HUMAN
 from zapex.envs.observations import Part, form_of

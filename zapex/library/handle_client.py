@@ -34,8 +34,7 @@ from zapex.library.handle import (
 from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
-from zapex.replay.draw import gather
-from zapex.replay.sampling import METHODS
+from zapex.replay.draw import METHODS, gather
 from zapex.shm_ring import FULL
 from zapex.sumtree_numba import Method
 from zapex.wire.calls import Request

@@ -31,7 +31,7 @@ from zapex.library.handle_link import OwnerLink
 from zapex.machine.jit import kernel
 from zapex.machine.segment import Populator, Segment, peer_of, send_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, spin_seconds
-from zapex.replay.sampling import METHODS
+from zapex.replay.draw import METHODS
 from zapex.wire.calls import Request
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from zapex.chunks.packer import TransitionPacker
 from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError, SchemaError
 from zapex.library.writer import Autoreset, Writer
-from zapex.replay.sampling import METHODS
+from zapex.replay.draw import METHODS
 from zapex.sumtree_numba import Method
 
 if TYPE_CHECKING:

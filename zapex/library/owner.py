@@ -13,8 +13,8 @@ from zapex.errors import ConfigError, NotEnoughData, ReplayError
 from zapex.library.handle import DrawPlace
 from zapex.machine.segment import Segment, share_in_place
 from zapex.replay.core import ReplayCore, ReplayLayout
+from zapex.replay.draw import METHODS, batch_kernel
 from zapex.replay.limiter import LimiterConfig, RateLimiter
-from zapex.replay.sampling import METHODS, batch_kernel
 from zapex.sumtree_numba import Method
 
 

@@ -19,8 +19,7 @@ from zapex.library.snapshot import load
 from zapex.library.writer import Autoreset, Writer
 from zapex.machine.segment import Segment
 from zapex.replay.core import ReplayLayout
-from zapex.replay.saving import save
-from zapex.replay.snapshot import Saves
+from zapex.replay.snapshots import Saves, save
 from zapex.sumtree_numba import Method
 
 if TYPE_CHECKING:

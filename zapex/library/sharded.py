@@ -28,8 +28,7 @@ from zapex.library.interface import Rows
 from zapex.library.url_client import UrlClient
 from zapex.library.url_link import UrlLink, UrlSlots
 from zapex.net.keys import Security
-from zapex.replay.draw import Draw
-from zapex.replay.sampling import METHODS
+from zapex.replay.draw import METHODS, Draw
 from zapex.replay.shards import MOST_SHARDS, Part, Shares, check_method, share_out
 from zapex.sumtree_numba import Method
 from zapex.wire.calls import PRESENT, Call, Reply, Request

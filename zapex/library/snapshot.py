@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from zapex.chunks.schema import Schema
 from zapex.errors import CheckpointError
 from zapex.replay.core import ReplayLayout
-from zapex.replay.snapshot import (
+from zapex.replay.snapshots import (
     UNORDERED_FORMAT,
     UNREADABLE,
     Saves,

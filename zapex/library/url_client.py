@@ -27,8 +27,7 @@ from zapex.library.interface import Extender, Rows
 from zapex.library.url_link import UrlLink, UrlSlots, form_of
 from zapex.net.keys import Security
 from zapex.replay.core import ReplayLayout
-from zapex.replay.draw import Draw
-from zapex.replay.sampling import METHODS
+from zapex.replay.draw import METHODS, Draw
 from zapex.sumtree_numba import Method
 from zapex.wire.batches import BatchUnpacker
 from zapex.wire.calls import Call, Reply, Request

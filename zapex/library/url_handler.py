@@ -12,8 +12,8 @@ from zapex.errors import NotEnoughData, ZapexError, tell
 from zapex.library.owner import OwnedReplay
 from zapex.net.server import LinkServer
 from zapex.net.sessions import Session
+from zapex.replay.draw import METHODS
 from zapex.replay.limiter import RateLimiter
-from zapex.replay.sampling import METHODS
 from zapex.wire.batches import BatchPacker, packed_bytes
 from zapex.wire.calls import PRESENT, Call, Reply, Request
 from zapex.wire.compression import check_compresses

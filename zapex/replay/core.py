@@ -9,20 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.layout import COMMITTED, ChunkLayout
+from zapex.chunks.layout import COMMITTED, ChunkLayout, chunk_length, slots_needed
 from zapex.chunks.ledger import SlotLedger
 from zapex.chunks.schema import Schema
-from zapex.chunks.sizes import chunk_length, slots_needed
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, InvalidPriority, NotEnoughData
 from zapex.machine.memory import align
 from zapex.machine.segment import private_bytes
-from zapex.replay.draw import Draw
-from zapex.replay.sampling import (
-    METHODS,
+from zapex.replay.draw import METHODS, Draw, draw_kernel
+from zapex.replay.priorities import (
     NOT_A_KEY,
     REFUSED,
-    draw_kernel,
     forget_kernel,
     prioritise_kernel,
     reprioritise_kernel,

@@ -15,8 +15,16 @@ from zapex.errors import CheckpointError, Refused
 from zapex.host.saves import SaveWords
 from zapex.machine.disk import free_bytes
 from zapex.replay.core import ReplayCore, ReplayLayout
-from zapex.replay.saving import save, size_of
-from zapex.replay.snapshot import MANIFEST, UNREADABLE, Saves, read_manifest, read_state, restore
+from zapex.replay.snapshots import (
+    MANIFEST,
+    UNREADABLE,
+    Saves,
+    read_manifest,
+    read_state,
+    restore,
+    save,
+    size_of,
+)
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
 

@@ -7,23 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.chunks.batch import Batch
-from zapex.chunks.keys import slot_of
-from zapex.chunks.layout import (
+from zapex.chunks.gather import (
     FRAME_COPY,
-    NO_FRAME,
-    BatchLayout,
-    ChunkLayout,
-    gather_tables,
-    step_copies,
-)
-from zapex.chunks.schema import Schema
-from zapex.chunks.store import (
     FRAME_COPY_WORDS,
-    ChunkStore,
     gather_columns,
     gather_innermost,
+    gather_tables,
     gather_words,
+    step_copies,
 )
+from zapex.chunks.keys import slot_of
+from zapex.chunks.layout import NO_FRAME, BatchLayout, ChunkLayout
+from zapex.chunks.schema import Schema
+from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError
 from zapex.machine.atomics import copy_bytes, record_at
 from zapex.machine.jit import kernel
