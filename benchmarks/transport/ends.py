@@ -3,7 +3,7 @@
 A libzmq ROUTER and zapex's router over the kernel's sockets or F-Stack's answer the same requests
 of the same pyzmq DEALER. Server and client have one half of the cores each. A polling end yields
 its core between two looks, because libzmq's I/O threads may need it. CPU is that of all threads of
-the server's process. Every connection has the send buffer of zapex's links (docs/decisions/0012):
+the server's process. Every connection has the send buffer of zapex's links (docs/decisions.md):
 with the system's, bbr's pacing would be measured.
 """
 

@@ -23,7 +23,7 @@ _PAGES = {
     "changes.md": "CHANGELOG.md",
 }
 # Where a link to a directory leads.
-_FOLDERS = {"docs/decisions": "decisions/index.md", "benchmarks/results": "results.md#the-files"}
+_FOLDERS = {"benchmarks/results": "results.md#the-files"}
 _LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _REFERENCE = "<!-- reference -->"
 
@@ -46,7 +46,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are generated and the files that pages link to."""
     for page, path in _PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
-    files.append(File.generated(config, "decisions/index.md", content=_decisions()))
     for path in sorted((ROOT / "examples").iterdir()):
         if path.suffix == ".py":
             text = f"# {path.name}\n\n~~~python\n{path.read_text()}~~~\n"
@@ -63,18 +62,6 @@ def _copied() -> Iterator[Path]:
     yield from sorted((ROOT / "benchmarks/results").iterdir())
     yield from (path for path in sorted((ROOT / "examples").glob("*.*")) if path.suffix != ".py")
     yield from (ROOT / name for name in ("LICENSE", "CITATION.cff"))
-
-
-def _decisions() -> str:
-    lines = [
-        "# Decisions",
-        "",
-        "What was decided against the plan or between two ways, and why.",
-        "",
-    ]
-    for path in sorted((ROOT / "docs/decisions").glob("*.md")):
-        lines.append(f"* [{path.read_text().partition(chr(10))[0].lstrip('# ')}]({path.name})")
-    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

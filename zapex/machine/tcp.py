@@ -6,7 +6,7 @@ import socket
 import struct
 from contextlib import suppress
 
-# A connection's send buffer in the kernel (docs/decisions/0012-send-buffers.md). From this
+# A connection's send buffer in the kernel (docs/decisions.md). From this
 # round trip on the kernel chooses the size again.
 SEND_BUFFER_BYTES, FAR_US = 160 << 10, 200
 _SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on

@@ -41,7 +41,7 @@ _REMEMBERED = 4096  # peers whose connection was closed
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
     # libzmq's own heartbeats abort the process when a peer is lost and its messages are unread
-    # (docs/decisions/0010-heartbeats.md). zapex's heartbeat is the hello. The kernel's is below.
+    # (docs/decisions.md). zapex's heartbeat is the hello. The kernel's is below.
     zmq.HEARTBEAT_IVL: 0,
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 5,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it loads torch, which only a maker of policies needs
 class Inference:
     """One duty cycle: the newest parameters, then one answer to each actor that waits.
 
-    It waits for nobody: who asks during a pass is in the next one (docs/decisions/0028).
+    It waits for nobody: who asks during a pass is in the next one (docs/decisions.md).
     streams: of each actor.
     """
 
