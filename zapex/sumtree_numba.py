@@ -10,7 +10,7 @@ A node is a line. Its value is in the level above: the sum of its 8 entries. Ker
 this sum from all 8 entries, so rounding errors do not accumulate. `offsets[h]` is the start of
 level h; each process computes it and does not read it from the buffer. Kernels process one level at
 a time for the whole batch: the cache misses of a level are independent, so they overlap
-(docs/decisions/0002).
+(docs/decisions.md).
 
     I1  0 <= leaf <= priority_limit(capacity); entries past the capacity are 0
     I2  entry i of level h + 1 = line_sum of entries [8 i, 8 i + 8) of level h
