@@ -18,8 +18,8 @@ For readers of the code: where things live. Imports run down this map and never 
 
     13  __main__
     12  cli
-    11  studies
-    10  clusters, library, run   a run's hosts at a scheduler; the two products
+    11  clusters, library, studies
+    10  run
      9  redis_transport, zmq_transport
      8  net
      7  roles, shm_transport, watch
@@ -28,7 +28,7 @@ For readers of the code: where things live. Imports run down this map and never 
      4  config, envs, sumtree_numba
      3  agent, chunks, fstack, shm_ring
      2  machine
-     1  errors, processes, version
+     1  errors, version
 """
 
 from typing import TYPE_CHECKING, Any

@@ -21,8 +21,7 @@ from zapex.agent.architecture import state_shapes
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.processes import supervisor
-from zapex.run import train
+from zapex.run import supervisor, train
 
 TOY = "tests.support.toy_env"
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]

@@ -13,7 +13,7 @@ import pytest
 import zapex
 from zapex.checkpoints import file as checkpoint
 from zapex.errors import CheckpointError, ConfigError
-from zapex.processes import supervisor
+from zapex.run import supervisor
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {

@@ -16,7 +16,7 @@ from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, SEQUENCE
 from zapex.config.settings import Config
 from zapex.envs import environments
 from zapex.host.parts import PARTS
-from zapex.processes.child import DutyCycle
+from zapex.machine.child import DutyCycle
 from zapex.run.run import Run
 from zapex.run.topology import Start, make_role
 from zapex.shm_transport import HostMemory

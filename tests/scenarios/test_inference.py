@@ -71,7 +71,7 @@ def test_actors_that_wait_for_a_dead_role_end_in_time(tmp_path: Path) -> None:
     try:
         part.wait_for(lambda: part.snapshot()["totals"]["batches"] > 0, "batches")
         role = part.children()["inference"]
-        told = "inference does not run: stopped by SIGSTOP"
+        told = "inference is stopped by SIGSTOP"
         role.send_signal(signal.SIGSTOP)
         part.wait_for(lambda: told in part.output, "word of the stop")
         assert part.ends(GRACE_S, signal.SIGINT) == 0

@@ -220,7 +220,7 @@ def test_a_killed_actor_is_reported_and_started_again_and_its_slots_come_back(
 ) -> None:
     output = story.command.output
     assert re.search(r"actor 0 died after [\d.]+ s: killed by SIGKILL", output)
-    assert "actor 0 is started again in" in output
+    assert "restarting actor 0 in" in output
     facts = json.loads((story.command.run / "result.json").read_text())
     assert facts["steps"] > story.steps_at_the_kill
     replay = json.loads((story.command.run / "snapshot.json").read_text())["replay"]
@@ -290,7 +290,7 @@ IMPATIENT = """
 import functools, sys
 from zapex.cli import main as cli
 from zapex.run import parent
-from zapex.processes.restarts import RestartPolicy
+from zapex.run.supervisor import RestartPolicy
 policy = RestartPolicy(first_s=0.05, most_short_starts=2)
 parent.Supervisor = functools.partial(parent.Supervisor, policy=policy)
 sys.exit(cli.main(sys.argv[1:]))
@@ -312,8 +312,8 @@ def test_a_role_that_cannot_stay_up_ends_the_run_with_its_own_traceback_and_exit
     # Each death of the actor is told; the evaluator, which plays too, may have died by then.
     assert output.count("RuntimeError: the joystick broke off") >= 2
     assert 'raise RuntimeError("the joystick broke off")' in output, "the traceback is the child's"
-    assert terminal or "actor 0 is started again in" in output
-    reason = "actor 0 is not started again: it died 2 times in a row"
+    assert terminal or "restarting actor 0 in" in output
+    reason = "actor 0 is not restarted: it died 2 times in a row"
     assert reason in json.loads((command.run / "result.json").read_text())["reason"]
     assert command.left_over() == []
 
@@ -347,7 +347,7 @@ def test_a_stopped_role_is_told_within_three_seconds_and_keeps_what_it_holds(
     within_s = 3.0 / OVER_S * _in_time()
     actor.send_signal(signal.SIGSTOP)
     stopped_s = time.monotonic()
-    told = "actor 0 does not run: stopped by SIGSTOP; to continue it: kill -CONT"
+    told = "actor 0 is stopped by SIGSTOP; to continue it: kill -CONT"
     command.wait_for(lambda: told in command.output, "word of the stop")
     assert time.monotonic() - stopped_s < within_s
     held = slots.granted(0, life)
@@ -356,7 +356,7 @@ def test_a_stopped_role_is_told_within_three_seconds_and_keeps_what_it_holds(
     assert (slots.granted(0, life), host.incarnation("actor 0")) == (held, life)
     steps = host.metrics("actor 0").snapshot(alive=False)["steps"]
     actor.send_signal(signal.SIGCONT)
-    command.wait_for(lambda: "actor 0 runs again" in command.output, "word that it goes on")
+    command.wait_for(lambda: "actor 0 is running again" in command.output, "word that it goes on")
     command.wait_for(
         lambda: host.metrics("actor 0").snapshot(alive=False)["steps"] > steps, "more steps"
     )

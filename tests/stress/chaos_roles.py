@@ -40,10 +40,10 @@ from zapex.chunks.layout import (
     BatchLayout,
 )
 from zapex.host.parts import PARTS
+from zapex.machine.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.machine.exchange import Exchange, ExchangeShape
 from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
-from zapex.processes.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.inference import Inference
@@ -393,7 +393,7 @@ def make_role(world: World, name: str, incarnation: int) -> Any:
 
 
 def live(world: World, name: str) -> None:
-    """One life of a role in a forked process, as zapex.processes.child leads it."""
+    """One life of a role in a forked process, as zapex.machine.child leads it."""
     from tests.stress import steps
 
     incarnation = child_setup(f"chaos {name}")

@@ -39,8 +39,15 @@ from tests.stress.chaos_roles import (
 from tests.stress.chaos_updates import is_of
 from zapex.chunks.layout import COMMITTED as STATE_COMMITTED
 from zapex.chunks.layout import COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
-from zapex.processes.restarts import Died, Exited, GaveUp, ProcessSpec, RestartPolicy, Started
-from zapex.processes.supervisor import Supervisor
+from zapex.run.supervisor import (
+    Died,
+    Exited,
+    GaveUp,
+    ProcessSpec,
+    RestartPolicy,
+    Started,
+    Supervisor,
+)
 
 FILLED = 100_000  # a capacity from which on a run begins with a full memory
 STUCK_S = 30.0  # on a loaded machine; what is stuck stays so

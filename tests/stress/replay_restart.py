@@ -34,10 +34,9 @@ from zapex.chunks.layout import COUNT, LIVE, STATE, BatchLayout
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.machine.segment import Segment
-from zapex.processes.restarts import Died, ProcessSpec, Started
-from zapex.processes.supervisor import Supervisor
 from zapex.run.child import Order
 from zapex.run.run import Run
+from zapex.run.supervisor import Died, ProcessSpec, Started, Supervisor
 from zapex.run.topology import Start, make_replay, thread_environment
 from zapex.shm_transport import HostMemory
 

@@ -6,7 +6,7 @@ python -m zapex.cli.as_child TITLE DIRECTORY WORD ...
 import os
 import sys
 
-from zapex.processes.child import child_setup
+from zapex.machine.child import child_setup
 
 
 def main(title: str, directory: str, *words: str) -> int:

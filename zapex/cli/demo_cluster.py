@@ -27,10 +27,9 @@ from zapex.envs.environments import check
 from zapex.errors import ConfigError
 from zapex.host.parts import PARTS
 from zapex.net import keys as curve_keys
-from zapex.processes.restarts import Died, Exited, ProcessSpec
-from zapex.processes.supervisor import Supervisor
 from zapex.run.audit import ChunkAudit, attach
 from zapex.run.run import Membership, Run
+from zapex.run.supervisor import Died, Exited, ProcessSpec, Supervisor
 from zapex.watch.recorders import read_snapshot
 from zapex.watch.report import Snapshot
 from zapex.watch.screen import size

@@ -21,10 +21,9 @@ from zapex.cli.flags import parse, read_settings
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec, check
 from zapex.errors import ConfigError, ZapexError
-from zapex.processes.restarts import Died, Event, ProcessSpec
-from zapex.processes.supervisor import Supervisor
 from zapex.run.audit import ChunkAudit, attach
 from zapex.run.run import Run
+from zapex.run.supervisor import Died, Event, ProcessSpec, Supervisor
 from zapex.shm_transport import HostMemory
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from zapex.cli.resolve import MACHINE, Resolved, findings, prepared, resolve
 from zapex.config.settings import Config
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
-from zapex.processes.child import Swallowed
+from zapex.machine.child import LostInCallbacks
 
 if TYPE_CHECKING:
     from zapex.envs.environments import EnvironmentSpec
@@ -92,7 +92,7 @@ def _every_interrupt() -> Iterator[None]:
         timer.start()
 
     signal.signal(signal.SIGINT, handler)
-    swallowed = Swallowed(KeyboardInterrupt, again)
+    swallowed = LostInCallbacks(KeyboardInterrupt, again)
     try:
         yield
     except Exception:

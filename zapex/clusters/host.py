@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from zapex.errors import ConfigError
+from zapex.machine.child import PARENT_VARIABLE, child_setup
 from zapex.machine.disk import replace_whole
 from zapex.machine.resources import CORES_VARIABLE
-from zapex.processes.child import PARENT_VARIABLE, child_setup
-from zapex.processes.restarts import Died, Exited, GaveUp, ProcessSpec, status_in_words
-from zapex.processes.supervisor import Supervisor
+from zapex.run.supervisor import Died, Exited, GaveUp, ProcessSpec, Supervisor, status_in_words
 
 SETTINGS, FACTS, KEYS = "run.toml", "launch.json", "keys"
 URL, OVER = "replay.url", "over"

@@ -11,8 +11,8 @@ from typing import Any
 
 from zapex.clusters.host import FACTS, KEYS, OVER, published, url_name
 from zapex.clusters.placement import host_words
+from zapex.machine.child import PARENT_VARIABLE
 from zapex.machine.disk import replace_whole
-from zapex.processes.child import PARENT_VARIABLE
 
 _TAIL_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ import sys
 from zapex.errors import ConfigError
 from zapex.fstack import Setup
 from zapex.fstack.loop import FstackReactor, Loop, NotStarted
-from zapex.processes.child import PARENT_VARIABLE, child_setup
+from zapex.machine.child import PARENT_VARIABLE, child_setup
 
 _START_S = 60.0  # a port may take ten seconds until its link is up
 _REFUSED = 3

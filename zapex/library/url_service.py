@@ -20,14 +20,13 @@ from zapex.errors import ConfigError
 from zapex.fstack import Setup
 from zapex.host.roster import Roster
 from zapex.library.connect import schema_text
+from zapex.machine.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.machine.memory import align
 from zapex.machine.segment import Populator, Segment
 from zapex.net.addresses import check_free
 from zapex.net.keys import Security
-from zapex.processes.child import Stop, child_setup, end_by_sigterm, run_until_stopped
-from zapex.processes.restarts import GaveUp, ProcessSpec
-from zapex.processes.supervisor import Supervisor
 from zapex.replay.core import ReplayLayout
+from zapex.run.supervisor import GaveUp, ProcessSpec, Supervisor
 
 if TYPE_CHECKING:
     from zapex.library.owner import OwnedReplay

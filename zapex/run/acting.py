@@ -8,8 +8,8 @@ import numpy as np
 from zapex.agent.exploration import epsilon_ladder, linear_epsilon
 from zapex.chunks.builder import ChunkBuilder
 from zapex.host.metrics import RoleMetrics
+from zapex.machine.child import DutyCycle
 from zapex.machine.exchange import Exchange
-from zapex.processes.child import DutyCycle
 from zapex.roles.actor import Actor
 from zapex.roles.inference import Inference
 from zapex.roles.values import OwnValues, Pull

@@ -9,7 +9,7 @@ import os
 import sys
 
 from zapex.errors import CheckpointError, ConfigError, Diverged
-from zapex.processes.child import child_setup
+from zapex.machine.child import child_setup
 
 
 def main(text: str) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from zapex.errors import Fenced, Refused, RunOver
+from zapex.machine.child import DONE, Stop, end_by_sigterm, run_until_stopped
 from zapex.machine.resources import near_gpu
 from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter, rest_until, spin_seconds
-from zapex.processes.child import Stop, end_by_sigterm, run_until_stopped
 from zapex.run.run import Membership, Run
 from zapex.run.topology import LinkedRole, Start, make_role, totals_of
 from zapex.shm_transport import HostMemory
@@ -99,7 +99,7 @@ def _play(start: Start) -> None:
     except (RunOver, Fenced, Refused) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         start.notices.verdict(error)
-        sys.exit(0)
+        sys.exit(DONE)
     role.close()
 
 

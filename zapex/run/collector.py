@@ -243,11 +243,9 @@ class Collector:
             )
 
     def has_ended(self, name: str) -> None:
-        """A role has ended with its work done, although nothing asked it to end."""
-        self.take_notices()  # its last notices
-        if not self.ending.reason and self.run.part.linked is None:
-            self.monitor.message(f"{name} ended")
-        elif not self.ending.reason:
+        """A role has ended by itself: its last notices must say why."""
+        self.take_notices()
+        if not self.ending.reason:
             where = f"{self.run.run_dir}/logs"
             self.end(f"{name} ended without a message: see {where}", failed=True)
 

@@ -3,9 +3,10 @@
 import os
 
 from zapex.chunks.batch import aligned_zeros
-from zapex.processes.supervisor import Supervisor
+from zapex.errors import ZapexError
 from zapex.run.collector import Caller, Collector, Ending
 from zapex.run.run import Clock, Run
+from zapex.run.supervisor import Supervisor
 from zapex.run.topology import Start, make_role, totals_of
 from zapex.shm_transport import HostMemory
 
@@ -30,8 +31,11 @@ def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -
         totals = totals_of(host, base, collector.started_ns)
         roles = [make_role(Start(name, run, host, 1, clock, totals)) for name in names]
         while not collector.ending.reason:
-            for role in roles:
-                role.do_work()
+            try:
+                for role in roles:
+                    role.do_work()
+            except SystemExit as error:  # of an environment; it must not look like success
+                raise ZapexError(f"a role must not exit by itself: {error!r}") from error
             rounds += 1
             collector.collect()
             collector.tick()

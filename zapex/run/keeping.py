@@ -34,7 +34,7 @@ _COMES_BACK = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOMEM,
 """What keeps this process from reading files that may be whole."""
 _BEGIN_S = 30.0  # until the process that keeps the memory begins its last save
 _FIRST_S = 60.0  # for the first file of a save
-_SPARE_S, _SPARE = 30.0, 4.0  # so much longer than expected from the speed so far
+_SPARE_S, _SPARE = 30.0, 4.0  # added to, and times, the time that the speed so far suggests
 _TELL_S = 5.0
 
 
@@ -215,13 +215,17 @@ def _settings(facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts["schema"], **{ours: facts[theirs] for ours, theirs in named.items()}}
 
 
-class Patience:
-    """How long the end of a run may wait for the save of its memory; `waits()` is asked again and
-    again.
+class SaveDeadline:
+    """How long the end of a run waits for the save of its memory.
 
-    The save must begin, each of its files must come in a time that its size and the disk's speed so
-    far allow, and so it must end. tell: takes a line about its progress. interrupt: how the user
-    ends it at once.
+    The save must begin, and each of its files must be written within a time that follows from its
+    size and the disk's speed so far.
+
+    Args:
+        words: what the process that saves reports.
+        tell: takes a line about the progress.
+        interrupt: how the user ends the save at once.
+        clock_s: seconds from any origin.
     """
 
     def __init__(
@@ -234,8 +238,8 @@ class Patience:
         self._due_s = clock_s() + _BEGIN_S
         self._began_s = self._tell_s = clock_s()
 
-    def waits(self) -> bool:
-        """Whether to go on waiting."""
+    def keep_waiting(self) -> bool:
+        """Whether the parent should wait on; to be called about once a second."""
         (done, total), now_s = self._words.progress, self._clock_s()
         if total != self._total or done < self._done:
             self._began_s, self._total, self._done = now_s, total, done
@@ -246,7 +250,7 @@ class Patience:
         over = self._words.last_is_over  # it has only to end
         if now_s > self._due_s:
             if not over:
-                self._tell("the memory is not saved: the disk is too slow, and it is given up")
+                self._tell("the memory is not saved: the disk is too slow")
             return False
         if total and not over and now_s >= self._tell_s:
             self._tell_s = now_s + _TELL_S

@@ -11,13 +11,13 @@ import numpy as np
 
 from zapex.host.plan import NOTICE
 from zapex.host.saves import SaveWords
+from zapex.machine.child import DONE
 from zapex.machine.segment import Populator, Segment, interleaved
-from zapex.processes.restarts import Died, Event, Exited, GaveUp, ProcessSpec, Started
-from zapex.processes.supervisor import Supervisor
 from zapex.run.child import Order
 from zapex.run.collector import Caller, Collector, Ending
-from zapex.run.keeping import Patience
+from zapex.run.keeping import SaveDeadline
 from zapex.run.run import Run
+from zapex.run.supervisor import Died, Event, Exited, GaveUp, ProcessSpec, Started, Supervisor
 from zapex.run.topology import thread_environment
 from zapex.shm_transport import HostMemory
 
@@ -104,6 +104,7 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
             pass_fds=[*fds, *eventfds],
             env=thread_environment(threads.get(role, 1)),
             restart=True,
+            done_status=DONE,
             log_path=logs / f"{name.replace(' ', '-')}.log",
         )
 
@@ -140,15 +141,15 @@ def _shut_down(supervisor: Supervisor, collector: Collector) -> None:
         events = supervisor.shutdown(_GRACE_S)
     else:
         again = "Ctrl-C" if supervisor.stop_signal is not None else "Ctrl-C twice"
-        patience = Patience(SaveWords(host.part_of("saves")), collector.monitor.message, again)
+        deadline = SaveDeadline(SaveWords(host.part_of("saves")), collector.monitor.message, again)
 
-        def waits() -> bool:
+        def keep_waiting() -> bool:
             collector.collect()
-            waits = patience.waits()
+            waits = deadline.keep_waiting()
             collector.tick()
             return waits
 
-        events = supervisor.shutdown(_GRACE_S, part.intake, waits)
+        events = supervisor.shutdown(_GRACE_S, part.intake, keep_waiting)
     for event in events:
         _tell(collector, event)
 

@@ -14,8 +14,8 @@ from zapex.errors import Fenced, Refused, RunOver
 from zapex.host.metrics import Role
 from zapex.host.parts import Link
 from zapex.host.plan import EVALUATION_FIELDS, FENCED, NEWS, NOTICE, OVER, REFUSED
+from zapex.machine.child import DutyCycle
 from zapex.machine.resources import given_cores, idle_seconds
-from zapex.processes.child import DutyCycle
 from zapex.replay.core import ReplayCore
 from zapex.run.keeping import Keeper
 from zapex.run.run import NOT_ACTORS, Clock, Run

@@ -32,9 +32,9 @@ from zapex.chunks.layout import (
 )
 from zapex.chunks.store import ChunkStore
 from zapex.errors import PeerDied, PeerTimeout
+from zapex.machine.child import PARENT_VARIABLE
 from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource
-from zapex.processes.child import PARENT_VARIABLE
 from zapex.run.run import Run
 from zapex.run.topology import thread_environment
 from zapex.studies.cluster import Times

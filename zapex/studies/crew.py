@@ -13,7 +13,7 @@ from typing import Any, Self
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import PeerDied, PeerTimeout
-from zapex.processes.child import PARENT_VARIABLE
+from zapex.machine.child import PARENT_VARIABLE
 from zapex.run.topology import thread_environment
 from zapex.studies.central import Desk
 

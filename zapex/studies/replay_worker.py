@@ -13,13 +13,13 @@ from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.host.metrics import RoleMetrics
 from zapex.host.roster import Roster
+from zapex.machine.child import child_setup
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.net.sockets import listen
-from zapex.processes.child import child_setup
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake

@@ -23,8 +23,8 @@ from zapex.chunks.layout import BatchLayout
 from zapex.config.settings import Config
 from zapex.envs import streams
 from zapex.envs.environments import EnvironmentSpec
+from zapex.machine.child import child_setup
 from zapex.machine.segment import Segment
-from zapex.processes.child import child_setup
 from zapex.roles.learner import AtOnce, Trainer
 from zapex.run.run import Run
 from zapex.run.training import pipeline

@@ -21,8 +21,10 @@ from typing import Any, Protocol
 PARENT_VARIABLE = "ZAPEX_PARENT_PID"
 INCARNATION_VARIABLE = "ZAPEX_INCARNATION"
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+DONE = 79
+"""Exit status of a role that has told its parent why it ends; sysexits.h ends at 78."""
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_S = 1.0  # for the current duty cycle; after it comes saving
+_CYCLE_S = 1.0  # for the current duty cycle to end; saving comes after it
 _AGAIN_S = 0.05
 
 
@@ -42,9 +44,11 @@ class DutyCycle(Protocol):
 def child_setup(title: str) -> int:
     """Make this process a supervised child, titled "zapex: `title`"; returns its incarnation.
 
-    From here on it dies with its parent and leaves Ctrl-C to it. What it prints is lost where the
-    disk refuses it, and raises nothing. Raises SystemExit if the parent is already gone. The role
-    decides what SIGTERM does.
+    From now on it dies with its parent and leaves Ctrl-C to the parent. Output that the disk
+    refuses is lost and raises nothing. The role decides what SIGTERM does.
+
+    Raises:
+        SystemExit: the parent is already gone.
     """
     from setproctitle import setproctitle
 
@@ -69,7 +73,7 @@ def child_setup(title: str) -> int:
 
 
 class _Log(io.FileIO):
-    """Output that a full disk may swallow: a role's work does not need its log."""
+    """Output that a full disk may discard: a role can work without its log."""
 
     def write(self, data: Any) -> int:
         try:
@@ -83,7 +87,7 @@ def _text_to(descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
-class Swallowed:
+class LostInCallbacks:
     """Reports an exception that was raised in a callback from C, where it would be lost.
 
     Numba compiles and loads kernels with such callbacks. again: is called at once; it must make the
@@ -105,38 +109,38 @@ class Swallowed:
         sys.unraisablehook = self._former
 
 
-class BrokenOff(BaseException):
-    """A duty cycle was still running long after it should have ended."""
+class Interrupted(BaseException):
+    """A duty cycle was interrupted: it was still running long after it should have ended."""
 
 
 class Stop:
     """Set by SIGTERM; a role finishes its duty cycle and ends.
 
-    A cycle that compiles a kernel or waits for a busy machine is interrupted after `patience_s`:
+    A cycle that compiles a kernel or waits for a busy machine is interrupted after `cycle_s`:
     the role must save before the parent kills it.
     """
 
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
-        self.asked = self.broken_off = False
-        self._patience_s, self._over = patience_s, False
-        self._swallowed = Swallowed(BrokenOff, self._again)
-        signal.signal(signal.SIGALRM, self._break_off)
+    def __init__(self, cycle_s: float = _CYCLE_S) -> None:
+        self.asked = self.interrupted = False
+        self._cycle_s, self._over = cycle_s, False
+        self._lost = LostInCallbacks(Interrupted, self._again)
+        signal.signal(signal.SIGALRM, self._interrupt)
         signal.signal(signal.SIGTERM, self._ask)
 
     def over(self) -> None:
         """The last duty cycle has ended; nothing is interrupted from now on."""
         self._over = True
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        self._swallowed.close()
+        self._lost.close()
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
-        signal.setitimer(signal.ITIMER_REAL, self._patience_s)
+        signal.setitimer(signal.ITIMER_REAL, self._cycle_s)
 
-    def _break_off(self, number: int, frame: object) -> None:
+    def _interrupt(self, number: int, frame: object) -> None:
         if not self._over:
-            self._over = self.broken_off = True
-            raise BrokenOff
+            self._over = self.interrupted = True
+            raise Interrupted
 
     def _again(self) -> None:
         self._over = False
@@ -146,18 +150,27 @@ class Stop:
 def run_until_stopped(
     role: DutyCycle, wait: Callable[[Callable[[], bool]], object], stop: Stop
 ) -> None:
-    """Run duty cycles until told to stop.
+    """Run duty cycles until SIGTERM.
 
-    wait: waits until its argument returns true, but not for long: events that do not wake it are
-    checked between two waits.
+    Args:
+        role: is not closed here.
+        wait: waits until its argument returns true, but not for long: events that do not wake it
+            are checked between two waits.
+        stop: SIGTERM's handler.
+
+    Raises:
+        RuntimeError: the role, or an environment that it runs, called `sys.exit`.
     """
-    with contextlib.suppress(BrokenOff):
+    with contextlib.suppress(Interrupted):
         try:
             while not stop.asked:
                 if not role.do_work():
                     wait(lambda: stop.asked or role.ready())
+        except SystemExit as error:
+            stop.over()
+            raise RuntimeError(f"a role must not exit by itself, but it did: {error!r}") from error
         except Exception:
-            if not stop.broken_off:  # otherwise it is Numba's error for a callback that failed
+            if not stop.interrupted:  # otherwise it is Numba's error for a callback that failed
                 stop.over()  # the caller may have to save
                 raise
         stop.over()
@@ -167,8 +180,7 @@ def run_until_stopped(
 def end_by_sigterm() -> None:
     """End by SIGTERM, the signal that this process has obeyed.
 
-    Status 0 would mean that its work is done, and a role that was told to end, but not by its
-    parent, would not be started again.
+    If it was not the parent that sent it, this is a death, and the parent restarts the role.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Promises of a role's own process: whatever its duty cycle is at, it ends in time and may save."""
+"""A role's process ends in time, whatever its duty cycle is doing, and can save first."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from zapex.processes.child import Stop, run_until_stopped
+from zapex.machine.child import Stop, run_until_stopped
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -39,14 +39,14 @@ class Role:
 def stop() -> Iterator[Stop]:
     former = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGTERM)}
     hook = sys.unraisablehook
-    yield Stop(patience_s=0.1)
+    yield Stop(cycle_s=0.1)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert sys.unraisablehook is hook
     for number, handler in former.items():
         signal.signal(number, handler)
 
 
-def for_ever() -> None:
+def forever() -> None:
     while True:
         time.sleep(0.001)
 
@@ -65,43 +65,49 @@ def run(role: Role, stop: Stop) -> None:
     run_until_stopped(role, lambda ready: pytest.fail("there is always work"), stop)
 
 
-def test_a_cycle_that_goes_on_is_broken_off(stop: Stop) -> None:
-    role = Role(for_ever)
+def test_long_cycle_is_interrupted(stop: Stop) -> None:
+    role = Role(forever)
     run(role, stop)
     assert role.cycles == 2
 
 
-def test_a_cycle_that_ends_in_time_is_the_last(stop: Stop) -> None:
+def test_cycle_that_ends_in_time_is_the_last(stop: Stop) -> None:
     role = Role(lambda: None)
     run(role, stop)
     assert role.cycles == 2
-    assert not stop.broken_off
+    assert not stop.interrupted
 
 
-def test_what_a_callback_from_c_swallows_comes_again(stop: Stop) -> None:
+def test_interruption_lost_in_a_c_callback_comes_again(stop: Stop) -> None:
     def work() -> None:
-        in_a_callback(lambda: stop.broken_off)  # which never returns by itself
-        for_ever()
+        in_a_callback(lambda: stop.interrupted)  # which never returns by itself
+        forever()
 
     run(Role(work), stop)
-    assert stop.broken_off
+    assert stop.interrupted
 
 
-def test_an_error_that_a_broken_callback_leads_to_does_not_keep_a_role_from_saving(
+def test_error_after_a_lost_interruption_does_not_prevent_saving(
     stop: Stop,
 ) -> None:
     def work() -> None:
-        in_a_callback(lambda: stop.broken_off)
+        in_a_callback(lambda: stop.interrupted)
         raise RuntimeError("no compiled object yet")
 
     run(Role(work), stop)
-    assert stop.broken_off
+    assert stop.interrupted
 
 
-def test_an_error_of_the_role_itself_is_told_also_when_it_was_asked_to_stop(stop: Stop) -> None:
+def test_role_error_is_raised_even_after_sigterm(stop: Stop) -> None:
     def work() -> None:
         raise RuntimeError("diverged")
 
     with pytest.raises(RuntimeError, match="diverged"):
         run(Role(work), stop)
     stop.over()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_sys_exit_in_a_cycle_is_an_error(stop: Stop, status: int) -> None:
+    with pytest.raises(RuntimeError, match=rf"SystemExit\({status}\)"):
+        run(Role(lambda: sys.exit(status)), stop)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,27 +14,31 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zapex.processes.restarts import (
+from zapex.machine.child import DONE
+from zapex.run.supervisor import (
+    Backoff,
     Continued,
-    Deaf,
     Died,
     Exited,
     GaveUp,
+    IgnoredSigterm,
     ProcessSpec,
     Restarting,
     RestartPolicy,
     Started,
     Stopped,
+    Supervisor,
+    last_traceback,
+    status_in_words,
 )
-from zapex.processes.supervisor import Supervisor
 
 pytestmark = pytest.mark.timeout(60)
 
-PATIENT = RestartPolicy(most_short_starts=100, most_short_starts_killed=100, first_s=0.01)
-SETUP = "from zapex.processes.child import child_setup\nincarnation = child_setup('actor 3')\n"
+MANY_STARTS = RestartPolicy(most_short_starts=100, most_short_starts_killed=100, first_s=0.01)
+SETUP = "from zapex.machine.child import child_setup\nincarnation = child_setup('actor 3')\n"
 READY = "print('ready', flush=True)\n"
 SLEEP = "import time\ntime.sleep(60)\n"
-DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+IGNORES_SIGTERM = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
 def spec(tmp_path, source, **changes):
@@ -73,7 +78,7 @@ def is_running(pid):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left_behind():
     children = psutil.Process().children()  # multiprocessing keeps one or two for good
     descriptors = set(os.listdir("/proc/self/fd"))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -83,7 +88,7 @@ def nothing_is_left():
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def test_a_child_whose_log_the_disk_refuses_goes_on_without_it(tmp_path):
+def test_child_runs_on_when_the_disk_refuses_its_log(tmp_path):
     done = tmp_path / "done"
     source = (
         SETUP
@@ -104,7 +109,7 @@ open({str(done)!r}, "w").close()
     assert done.exists()
 
 
-def test_a_child_gets_its_title_incarnation_descriptors_and_environment(tmp_path):
+def test_child_gets_title_incarnation_descriptors_and_environment(tmp_path):
     read_fd, write_fd = os.pipe()
     source = (
         SETUP
@@ -139,7 +144,7 @@ os.write({write_fd}, json.dumps(facts).encode())
     }
 
 
-def test_a_death_is_reported_with_its_status_and_traceback(tmp_path):
+def test_death_is_reported_with_status_and_traceback(tmp_path):
     source = SETUP + "print('fine so far')\nraise ValueError('the reward is NaN')\n"
     with Supervisor() as supervisor:
         started = supervisor.start(spec(tmp_path, source))
@@ -150,7 +155,7 @@ def test_a_death_is_reported_with_its_status_and_traceback(tmp_path):
     assert "fine so far" not in died.traceback
 
 
-def test_a_death_without_a_traceback_is_reported_with_its_last_lines(tmp_path):
+def test_death_without_traceback_is_reported_with_the_last_lines(tmp_path):
     source = SETUP + "import sys\nsys.exit('capacity must be at least 1')\n"
     with Supervisor() as supervisor:
         supervisor.start(spec(tmp_path, source))
@@ -158,7 +163,7 @@ def test_a_death_without_a_traceback_is_reported_with_its_last_lines(tmp_path):
     assert died.traceback.splitlines()[-1] == "capacity must be at least 1"
 
 
-def test_a_crash_in_native_code_is_reported_with_its_python_frames(tmp_path):
+def test_native_crash_is_reported_with_python_frames(tmp_path):
     source = SETUP + "import ctypes\nctypes.string_at(0)\n"
     with Supervisor() as supervisor:
         supervisor.start(spec(tmp_path, source))
@@ -167,11 +172,11 @@ def test_a_crash_in_native_code_is_reported_with_its_python_frames(tmp_path):
     assert died.traceback.startswith("Fatal Python error: Segmentation fault")
 
 
-def test_a_traceback_of_an_earlier_life_is_not_taken_for_this_ones(tmp_path):
+def test_traceback_of_an_earlier_incarnation_is_not_reported_again(tmp_path):
     source = SETUP + "import os, sys\nif os.path.exists('{flag}'): os.kill(os.getpid(), 9)\n"
     flag = tmp_path / "second"
     source = source.format(flag=flag) + f"open('{flag}', 'w')\nraise ValueError('first life')\n"
-    with Supervisor(policy=PATIENT) as supervisor:
+    with Supervisor(policy=MANY_STARTS) as supervisor:
         supervisor.start(spec(tmp_path, source, restart=True))
         first = until(supervisor, Died)[0]
         second = next(e for e in until(supervisor, Died) if isinstance(e, Died))
@@ -180,13 +185,13 @@ def test_a_traceback_of_an_earlier_life_is_not_taken_for_this_ones(tmp_path):
     assert second.traceback == ""
 
 
-def test_a_dead_child_starts_again_with_a_larger_incarnation_after_on_death(tmp_path):
-    told = []
-    with Supervisor(policy=PATIENT, on_death=told.append) as supervisor:
+def test_dead_child_restarts_with_a_larger_incarnation_after_on_death(tmp_path):
+    reported = []
+    with Supervisor(policy=MANY_STARTS, on_death=reported.append) as supervisor:
         first = supervisor.start(spec(tmp_path, SETUP + READY + SLEEP, restart=True))
         supervisor.send_signal("actor 3", signal.SIGKILL)
         died, restarting = until(supervisor, Died)
-        assert told == [died]
+        assert reported == [died]
         assert isinstance(restarting, Restarting)
         assert supervisor.pids == {}
         (again,) = until(supervisor, Started)
@@ -194,7 +199,7 @@ def test_a_dead_child_starts_again_with_a_larger_incarnation_after_on_death(tmp_
         assert supervisor.pids == {"actor 3": again.pid}
 
 
-def test_an_incarnation_is_larger_than_the_last_known_even_when_the_clock_went_back(tmp_path):
+def test_incarnation_grows_even_if_the_clock_goes_back(tmp_path):
     future = time.time_ns() + 10**18
     with Supervisor() as supervisor:
         started = supervisor.start(spec(tmp_path, SETUP, last_incarnation=future))
@@ -202,7 +207,7 @@ def test_an_incarnation_is_larger_than_the_last_known_even_when_the_clock_went_b
     assert started.incarnation == future + 1
 
 
-def test_a_role_that_cannot_stay_up_is_given_up_with_the_reason(tmp_path):
+def test_role_that_cannot_stay_up_is_given_up(tmp_path):
     policy = RestartPolicy(first_s=0.001, most_short_starts=3)
     with Supervisor(policy=policy) as supervisor:
         supervisor.start(spec(tmp_path, SETUP + "raise SystemExit(7)", restart=True))
@@ -213,7 +218,19 @@ def test_a_role_that_cannot_stay_up_is_given_up_with_the_reason(tmp_path):
     assert "3 times in a row" in events[-1].reason
 
 
-def test_a_role_that_cannot_do_what_it_is_told_gets_no_other_life_and_its_words_are_the_reason(
+def test_exit_with_status_0_is_a_death_unless_it_means_done(tmp_path):
+    with Supervisor(policy=MANY_STARTS) as supervisor:
+        quits = spec(tmp_path, SETUP + "import os; os._exit(0)", restart=True, done_status=DONE)
+        supervisor.start(quits)
+        died, restarting = until(supervisor, Died)
+        assert (died.how, type(restarting)) == ("exit status 0", Restarting)
+    with Supervisor() as supervisor:
+        done = f"import sys; sys.exit({DONE})"
+        supervisor.start(spec(tmp_path, SETUP + done, restart=True, done_status=DONE))
+        assert [type(event) for event in until(supervisor, (Exited, Died))] == [Exited]
+
+
+def test_config_error_is_not_restarted(
     tmp_path,
 ):
     code = SETUP + "print('so:\\nno GPU here', flush=True); raise SystemExit(78)"  # EX_CONFIG
@@ -224,7 +241,7 @@ def test_a_role_that_cannot_do_what_it_is_told_gets_no_other_life_and_its_words_
 
 
 @pytest.mark.parametrize("works", [False, True])
-def test_the_time_until_it_works_is_not_counted_as_staying_up(tmp_path, works):
+def test_start_up_time_does_not_count_as_staying_up(tmp_path, works):
     policy = RestartPolicy(first_s=0.001, most_short_starts=2, short_start_s=0.5, jitter=0.0)
     code = SETUP + "import time; time.sleep(0.7); raise SystemExit(7)"
     with Supervisor(policy=policy, is_up=lambda name, pid: works) as supervisor:
@@ -234,8 +251,8 @@ def test_the_time_until_it_works_is_not_counted_as_staying_up(tmp_path, works):
     assert any(isinstance(event, GaveUp) for event in events) is not works
 
 
-def test_nothing_starts_again_once_a_stop_was_asked_for(tmp_path):
-    with Supervisor(policy=PATIENT) as supervisor:
+def test_nothing_restarts_after_a_stop_signal(tmp_path):
+    with Supervisor(policy=MANY_STARTS) as supervisor:
         supervisor.start(spec(tmp_path, "raise SystemExit(7)", restart=True))
         until(supervisor, Restarting)
         supervisor.stop_signal = signal.SIGTERM
@@ -244,7 +261,7 @@ def test_nothing_starts_again_once_a_stop_was_asked_for(tmp_path):
         assert supervisor.pids == {}
 
 
-def test_a_child_that_is_not_to_be_restarted_stays_dead(tmp_path):
+def test_child_without_restart_stays_dead(tmp_path):
     with Supervisor() as supervisor:
         supervisor.start(spec(tmp_path, SETUP + "raise SystemExit(7)"))
         (died,) = until(supervisor, Died)
@@ -252,7 +269,7 @@ def test_a_child_that_is_not_to_be_restarted_stays_dead(tmp_path):
         assert supervisor.poll(timeout_s=0.3) == []
 
 
-def test_a_program_that_is_not_there_is_refused_at_once(tmp_path):
+def test_missing_program_is_refused(tmp_path):
     missing = ProcessSpec(name="actor 3", argv=["/no/such"], log_path=tmp_path / "log")
     with Supervisor() as supervisor:
         with pytest.raises(FileNotFoundError):
@@ -260,7 +277,7 @@ def test_a_program_that_is_not_there_is_refused_at_once(tmp_path):
         assert supervisor.pids == {}
 
 
-def test_a_restart_that_fails_counts_as_a_death(tmp_path):
+def test_failed_restart_counts_as_a_death(tmp_path):
     program = tmp_path / "role"
     program.write_text(f"#!{sys.executable}\nraise SystemExit(1)\n")
     program.chmod(0o700)
@@ -274,9 +291,9 @@ def test_a_restart_that_fails_counts_as_a_death(tmp_path):
     assert isinstance(gave_up, GaveUp)
 
 
-def test_shutdown_ends_the_obedient_and_kills_the_deaf_within_the_deadline(tmp_path):
+def test_shutdown_kills_what_ignores_sigterm_within_the_deadline(tmp_path):
     obedient = spec(tmp_path, SETUP + READY + SLEEP, name="learner")
-    deaf = spec(tmp_path, SETUP + DEAF + READY + SLEEP, name="deaf")
+    ignoring = spec(tmp_path, SETUP + IGNORES_SIGTERM + READY + SLEEP, name="ignoring")
     failing = spec(
         tmp_path,
         SETUP
@@ -291,8 +308,8 @@ time.sleep(60)
         restart=True,
     )
     with Supervisor() as supervisor:
-        pids = [supervisor.start(one).pid for one in (obedient, deaf, failing)]
-        wait_for_ready(obedient, deaf, failing)
+        pids = [supervisor.start(one).pid for one in (obedient, ignoring, failing)]
+        wait_for_ready(obedient, ignoring, failing)
         began = time.monotonic()
         events = supervisor.shutdown(grace_s=1.0)
         assert 1.0 <= time.monotonic() - began < 3.0
@@ -300,8 +317,8 @@ time.sleep(60)
     by_name = {event.name: event for event in events}
     assert len(events) == 3
     assert isinstance(by_name["learner"], Exited)
-    assert isinstance(by_name["deaf"], Deaf)
-    assert str(by_name["deaf"]).endswith("did not end after SIGTERM: killed after 1 s")
+    assert isinstance(by_name["ignoring"], IgnoredSigterm)
+    assert str(by_name["ignoring"]).endswith("did not end after SIGTERM: killed after 1 s")
     assert by_name["failing"].traceback.endswith("OSError: no room for the checkpoint")
     assert not any(is_running(pid) for pid in pids)
 
@@ -317,7 +334,7 @@ def test_shutdown_reaches_a_stopped_child(tmp_path):
     assert isinstance(events[-1], Exited)
 
 
-def test_leaving_the_block_by_an_exception_ends_the_children(tmp_path):
+def test_exception_in_the_block_ends_the_children(tmp_path):
     one = spec(tmp_path, SETUP + READY + SLEEP)
     pids = []
     with contextlib.suppress(KeyError), Supervisor() as supervisor:
@@ -326,7 +343,7 @@ def test_leaving_the_block_by_an_exception_ends_the_children(tmp_path):
     assert not is_running(pids[0])
 
 
-def test_a_stopped_child_is_noticed_within_3_s_and_so_is_its_going_on(tmp_path):
+def test_stop_and_continue_of_a_child_are_noticed_within_3_s(tmp_path):
     one = spec(tmp_path, SETUP + READY + SLEEP)
     with Supervisor() as supervisor:
         pid = supervisor.start(one).pid
@@ -339,7 +356,7 @@ def test_a_stopped_child_is_noticed_within_3_s_and_so_is_its_going_on(tmp_path):
         assert until(supervisor, Continued, deadline_s=3.0) == [Continued("actor 3", pid)]
 
 
-def test_poll_returns_in_time_when_nothing_happens(tmp_path):
+def test_poll_times_out(tmp_path):
     with Supervisor() as supervisor:
         supervisor.start(spec(tmp_path, SETUP + SLEEP))
         began = time.monotonic()
@@ -351,8 +368,7 @@ PARENT = """
 import os, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-from zapex.processes.restarts import ProcessSpec
-from zapex.processes.supervisor import Supervisor
+from zapex.run.supervisor import ProcessSpec, Supervisor
 source, count, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 with Supervisor() as supervisor:
     supervisor.install_signal_handlers()
@@ -400,17 +416,17 @@ class Parent:
         return output.splitlines()
 
 
-def test_children_go_with_a_parent_that_is_killed(tmp_path):
-    with Parent(SETUP + DEAF + READY + SLEEP, tmp_path) as parent:
+def test_children_die_with_a_killed_parent(tmp_path):
+    with Parent(SETUP + IGNORES_SIGTERM + READY + SLEEP, tmp_path) as parent:
         parent.wait_until_ready()
         parent.popen.kill()
         assert parent.finish() == []
 
 
-def test_children_that_are_not_set_up_yet_go_with_a_parent_that_is_killed(tmp_path):
+def test_starting_children_die_with_a_killed_parent(tmp_path):
     go = tmp_path / "go"
     wait = f"import os, time\nwhile not os.path.exists('{go}'): time.sleep(0.01)\n"
-    with Parent(wait + SETUP + DEAF + SLEEP, tmp_path) as parent:
+    with Parent(wait + SETUP + IGNORES_SIGTERM + SLEEP, tmp_path) as parent:
         parent.popen.kill()
         parent.popen.wait()
         go.touch()
@@ -418,14 +434,14 @@ def test_children_that_are_not_set_up_yet_go_with_a_parent_that_is_killed(tmp_pa
         assert all("is gone" in log.read_text() for log in parent.logs)
 
 
-def test_nothing_stays_of_a_process_group_that_is_killed(tmp_path):
+def test_killed_process_group_leaves_nothing(tmp_path):
     with Parent(SETUP + READY + SLEEP, tmp_path) as parent:
         parent.wait_until_ready()
         os.killpg(parent.popen.pid, signal.SIGKILL)
         assert parent.finish() == []
 
 
-def test_ctrl_c_is_the_parents_to_decide_even_while_children_start(tmp_path):
+def test_children_ignore_ctrl_c_even_while_they_start(tmp_path):
     with Parent(READY + SLEEP, tmp_path) as parent:  # never comes to its child_setup
         parent.wait_until_ready()
         for pid in parent.pids:
@@ -439,15 +455,15 @@ def test_ctrl_c_is_the_parents_to_decide_even_while_children_start(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_the_other_signals_end_it_in_order_too(tmp_path, number):
+def test_sigterm_and_sighup_end_in_order(tmp_path, number):
     with Parent(SETUP + READY + SLEEP, tmp_path) as parent:
         parent.wait_until_ready()
         parent.popen.send_signal(number)
         assert sorted(parent.finish()) == sorted([number.name, "child 0 ended", "child 1 ended"])
 
 
-def test_a_second_ctrl_c_kills_at_once(tmp_path):
-    with Parent(SETUP + DEAF + READY + SLEEP, tmp_path) as parent:
+def test_second_ctrl_c_kills_at_once(tmp_path):
+    with Parent(SETUP + IGNORES_SIGTERM + READY + SLEEP, tmp_path) as parent:
         parent.wait_until_ready()
         os.killpg(parent.popen.pid, signal.SIGINT)
         assert parent.popen.stdout.readline() == "SIGINT\n"
@@ -459,7 +475,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
         assert parent.popen.returncode == -signal.SIGINT
 
 
-def test_a_sighup_that_is_ignored_stays_ignored():
+def test_ignored_sighup_stays_ignored():
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Supervisor() as supervisor:
@@ -469,7 +485,7 @@ def test_a_sighup_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, former)
 
 
-def test_a_run_that_outlives_its_terminal_only_notes_that_it_is_closed():
+def test_run_that_outlives_its_terminal_notes_the_hangup():
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     try:
         with Supervisor() as supervisor:
@@ -481,10 +497,113 @@ def test_a_run_that_outlives_its_terminal_only_notes_that_it_is_closed():
         signal.signal(signal.SIGHUP, former)
 
 
-def test_the_parent_stays_tiny():
-    code = (
-        "import sys, zapex.processes.supervisor\n"
-        "print({'numpy', 'numba', 'torch'} & {*sys.modules})"
-    )
+def test_supervisor_imports_nothing_large():
+    code = "import sys, zapex.run.supervisor\nprint({'numpy', 'numba', 'torch'} & {*sys.modules})"
     printed = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=30)
     assert printed == "set()\n"
+
+
+STEADY = RestartPolicy(jitter=0.0)
+
+
+def backoff(policy=STEADY):
+    return Backoff(policy, random.Random(0))
+
+
+def test_delay_doubles_up_to_the_longest():
+    patient = RestartPolicy(jitter=0.0, most_short_starts=100, most_short_starts_killed=100)
+    role = backoff(patient)
+    delays = [role.after_death(now_s=float(i), worked_s=0.0) for i in range(12)]
+    assert delays[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert delays[9:] == [30.0, 30.0, 30.0]
+
+
+def test_long_incarnation_resets_the_delay():
+    role = backoff()
+    for now_s in (0.0, 1.0, 2.0):
+        role.after_death(now_s, worked_s=0.5)
+    assert role.after_death(now_s=60.0, worked_s=58.0) == 0.1
+    assert role.after_death(now_s=61.0, worked_s=0.5) == 0.1
+    assert role.after_death(now_s=62.0, worked_s=0.5) == 0.2
+
+
+def test_gives_up_after_too_many_short_starts():
+    role = backoff()
+    for now_s in range(4):
+        assert isinstance(role.after_death(float(now_s), worked_s=1.0), float)
+    assert role.after_death(5.0, worked_s=9.9) == (
+        "it died 5 times in a row before it had worked for 10 s"
+    )
+
+
+def test_killed_role_gets_more_attempts():
+    role = backoff()
+    delays = [role.after_death(float(i), worked_s=1.0, killed=True) for i in range(9)]
+    assert delays == [0.1 * 2**i for i in range(9)], "25.6 s is the last"
+    verdict = role.after_death(9.0, worked_s=1.0, killed=True)
+    assert verdict == "it died 10 times in a row before it had worked for 10 s"
+
+
+def test_kills_do_not_hide_failures():
+    role = backoff()
+    for killed in (False, True, False, True, False, True, False):
+        assert isinstance(role.after_death(0.0, worked_s=1.0, killed=killed), float)
+    assert isinstance(role.after_death(0.0, worked_s=1.0), str)
+
+
+def test_gives_up_after_too_many_deaths_in_the_window():
+    policy = RestartPolicy(jitter=0.0, window_s=100.0, most_deaths=4)
+    role = backoff(policy)
+    for now_s in (0.0, 20.0, 40.0, 141.0, 142.0):
+        assert isinstance(role.after_death(now_s, worked_s=20.0), float)
+    assert role.after_death(143.0, worked_s=20.0) == 0.1
+    assert role.after_death(143.5, worked_s=20.0) == "it died 4 times within 100 s"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [
+        (1, "exit status 1"),
+        (-signal.SIGSEGV, "killed by SIGSEGV (Segmentation fault)"),
+        (-signal.SIGKILL, "killed by SIGKILL (Killed; the kernel does this when memory runs out)"),
+        (-40, "killed by signal 40"),
+    ],
+)
+def test_status_in_words(returncode, words):
+    assert status_in_words(returncode) == words
+
+
+PLAIN = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    f()
+ValueError: no
+and its second line"""
+
+
+def test_last_traceback_is_found():
+    assert last_traceback(f"hello\n{PLAIN}\nwent on\n{PLAIN}\n\n") == PLAIN
+
+
+def test_chained_exceptions_stay_together():
+    middle = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    cause = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    chain = PLAIN + middle + PLAIN + cause + PLAIN
+    assert last_traceback(f"{PLAIN}\nlater\n{chain}\n") == chain
+
+
+def test_exception_group_is_a_traceback():
+    try:
+        raise ExceptionGroup("two", [ValueError("a"), KeyError("b")])
+    except ExceptionGroup:
+        import traceback
+
+        text = traceback.format_exc().rstrip()
+    assert "KeyError: 'b'" in last_traceback(f"before\n{text}\n")
+
+
+def test_long_traceback_is_cut_in_the_middle():
+    frames = "\n".join(f"  File a.py, line {i}" for i in range(500))
+    cut = last_traceback(f"Traceback (most recent call last):\n{frames}\nValueError: end")
+    assert len(cut.splitlines()) == 81
+    assert cut.startswith("Traceback")
+    assert cut.endswith("ValueError: end")

@@ -1,6 +1,6 @@
-"""Child processes: started, watched through pidfds, started again, ended before a deadline.
+"""Child processes: started, watched through pidfds, restarted, and stopped before a deadline.
 
-Knows no role. The parent's loop:
+It knows nothing of roles. The parent's loop:
 
     with Supervisor(on_death=reclaim) as supervisor:
         supervisor.install_signal_handlers()
@@ -12,7 +12,7 @@ Knows no role. The parent's loop:
         for event in supervisor.shutdown(grace_s=4):
             report(event)
 
-zapex.processes.child is the child's side.
+zapex.machine.child is the child's side.
 
 A child dies with the thread that started it (PR_SET_PDEATHSIG counts threads, not processes), so
 one thread owns a supervisor and must outlive the children. Children share the terminal's process
@@ -21,38 +21,24 @@ stops and continues the whole run.
 """
 
 import contextlib
-import dataclasses
 import errno
 import math
 import os
 import random
+import re
 import selectors
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, Self
 
-from zapex.processes.child import INCARNATION_VARIABLE, PARENT_VARIABLE, TERMINAL_SIGNALS
-from zapex.processes.restarts import (
-    Backoff,
-    Continued,
-    Deaf,
-    Died,
-    Event,
-    Exited,
-    GaveUp,
-    ProcessSpec,
-    Restarting,
-    RestartPolicy,
-    Started,
-    Stopped,
-    last_traceback,
-    status_in_words,
-)
+from zapex.machine.child import INCARNATION_VARIABLE, PARENT_VARIABLE, TERMINAL_SIGNALS
 
 # A pidfd does not report a stop, which must be noticed within 3 s; asking looks at every child.
 _LOOK_EVERY_S = 1.0
@@ -62,7 +48,227 @@ _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 5
 
 
-@dataclasses.dataclass
+_TRACEBACK_LINES = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What to run.
+
+    Args:
+        env: added to the parent's own environment.
+        log_path: takes stdout and stderr.
+        restart: start it again when it dies.
+        done_status: the exit status that means "nothing left to do". Any other one is a death.
+        last_incarnation: the largest one known for this name from before this parent started.
+    """
+
+    name: str
+    argv: Sequence[str]
+    log_path: Path
+    pass_fds: Sequence[int] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    restart: bool = False
+    done_status: int = 0
+    last_incarnation: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """How soon a dead child is restarted, and when the supervisor gives up.
+
+    The delay doubles from `first_s` to `longest_s` with each short incarnation in a row (one that
+    died soon) and varies by +-`jitter`. The supervisor gives up after too many of those in a row,
+    or too many deaths in a window. A role that fails by itself at every start will keep failing.
+    One that is killed (because memory ran out, for example) gets more attempts, with longer delays.
+    """
+
+    first_s: float = 0.1
+    longest_s: float = 30.0
+    jitter: float = 0.25
+    short_start_s: float = 10.0
+    most_short_starts: int = 5
+    most_short_starts_killed: int = 10
+    window_s: float = 600.0
+    most_deaths: int = 30
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to the child `name`; `str(event)` describes it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """It was started."""
+
+    pid: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name} started (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Exited(Event):
+    """It ended as it should: with its `done_status`, or by SIGTERM during a shutdown."""
+
+    pid: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ended"
+
+
+@dataclass(frozen=True)
+class Died(Event):
+    """It ended although it should run.
+
+    `how` is the exit status or signal in words; `traceback` is the last one in its log, or the last
+    lines of the log if there is none.
+    """
+
+    pid: int
+    incarnation: int
+    how: str
+    traceback: str
+    lived_s: float
+
+    def __str__(self) -> str:
+        log = f"\n{self.traceback}" if self.traceback else ""
+        return f"{self.name} died after {self.lived_s:.1f} s: {self.how}{log}"
+
+
+@dataclass(frozen=True)
+class Restarting(Event):
+    """It will be restarted in `delay_s`, at a later poll."""
+
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"restarting {self.name} in {self.delay_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class GaveUp(Event):
+    """It is not restarted: the role cannot stay up."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is not restarted: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Stopped(Event):
+    """It is alive but stopped by a signal; it keeps what it holds."""
+
+    pid: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.why}"
+
+
+@dataclass(frozen=True)
+class Continued(Event):
+    """It runs again after a Stopped."""
+
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.name} is running again"
+
+
+@dataclass(frozen=True)
+class IgnoredSigterm(Event):
+    """It did not end in time after SIGTERM; `how` says what was done."""
+
+    pid: int
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}) did not end after SIGTERM: {self.how}"
+
+
+def status_in_words(returncode: int) -> str:
+    """Popen's `returncode` as "exit status 1" or "killed by SIGSEGV (Segmentation fault)"."""
+    if returncode == os.EX_CONFIG:
+        return "its settings cannot work"
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:  # real-time signals between SIGRTMIN and SIGRTMAX have no names
+        return f"killed by signal {-returncode}"
+    hint = "; the kernel does this when memory runs out" if -returncode == signal.SIGKILL else ""
+    return f"killed by {name} ({signal.strsignal(-returncode)}{hint})"
+
+
+_HEAD = re.compile(
+    r"[ |+]*(Exception Group )?Traceback \(most recent call last\):|Fatal Python error:"
+)
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+
+
+def last_traceback(log: str) -> str:
+    """The last traceback in `log` with its chained exceptions; "" if there is none."""
+    lines = log.rstrip().splitlines()
+    heads = [i for i, line in enumerate(lines) if _HEAD.match(line)]
+    if not heads:
+        return ""
+    first = heads.pop()
+    while heads and any(line.startswith(_CHAINED) for line in lines[heads[-1] : first]):
+        first = heads.pop()
+    block = lines[first:]
+    if len(block) > _TRACEBACK_LINES:
+        block = [*block[:20], "  ...", *block[-(_TRACEBACK_LINES - 20) :]]
+    return "\n".join(block)
+
+
+class Backoff:
+    """When a role that died may restart. It reads no clock: the caller passes the time."""
+
+    def __init__(self, policy: RestartPolicy, rng: random.Random) -> None:
+        self._policy = policy
+        self._rng = rng
+        self._short_starts = 0
+        self._failures = 0  # those of them that were not kills
+        self._deaths: deque[float] = deque()
+
+    def after_death(self, now_s: float, worked_s: float, *, killed: bool = False) -> float | str:
+        """The delay in seconds until the next start, or the reason why there is none.
+
+        Args:
+            now_s: the time of the death.
+            worked_s: time since the role began to work; 0 if it never did.
+            killed: by SIGKILL, which says nothing about the role itself.
+        """
+        policy = self._policy
+        short = worked_s < policy.short_start_s
+        self._short_starts = self._short_starts + 1 if short else 0
+        self._failures = self._failures + (not killed) if short else 0
+        self._deaths.append(now_s)
+        while self._deaths[0] <= now_s - policy.window_s:
+            self._deaths.popleft()
+        if (
+            self._failures >= policy.most_short_starts
+            or self._short_starts >= policy.most_short_starts_killed
+        ):
+            return (
+                f"it died {self._short_starts} times in a row before it had worked for "
+                f"{policy.short_start_s:g} s"
+            )
+        if len(self._deaths) >= policy.most_deaths:
+            return f"it died {len(self._deaths)} times within {policy.window_s:g} s"
+        delay_s = policy.first_s * 2.0 ** max(0, self._short_starts - 1)
+        spread = self._rng.uniform(1 - policy.jitter, 1 + policy.jitter)
+        return min(policy.longest_s, delay_s * spread)
+
+
+@dataclass
 class _Child:
     spec: ProcessSpec
     backoff: Backoff
@@ -89,10 +295,13 @@ def _open_log(path: Path) -> BinaryIO:
 class Supervisor:
     """Owns child processes; see the module's docstring for the loop.
 
-    `on_death` is called with every Exited and Died once the child is reaped and before it can start
-    again: then what it held may be reclaimed. `is_up(name, pid)`, if given, says whether a child
-    has begun to work: the time before that, which may be long on a busy machine, does not count as
-    staying up.
+    Args:
+        policy: when to restart a child.
+        on_death: called with every Exited and Died once the child is reaped and before it can
+            restart: then what it held may be reclaimed.
+        is_up: is_up(name, pid) is whether a child has begun to work. The time before that, which
+            may be long on a busy machine, does not count as staying up.
+        seed: of the jitter of delays.
     """
 
     def __init__(
@@ -145,10 +354,11 @@ class Supervisor:
     def install_signal_handlers(self, outlives_terminal: bool = False) -> None:
         """SIGINT, SIGTERM and SIGHUP end `poll` with `stop_signal` set.
 
+        Installs nothing outside the main thread: Python does not allow it. A second Ctrl-C kills
+        the children at once and raises KeyboardInterrupt. An ignored SIGHUP (nohup) stays ignored.
 
-        In another thread than the main one nothing is installed: Python does not allow it.
-        A second Ctrl-C kills the children at once and raises KeyboardInterrupt. A SIGHUP that is
-        ignored (nohup) stays ignored. outlives_terminal: SIGHUP only sets `hung_up`.
+        Args:
+            outlives_terminal: SIGHUP only sets `hung_up`.
         """
         self._outlives_terminal = outlives_terminal
         if threading.current_thread() is not threading.main_thread():
@@ -175,11 +385,15 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def start(self, spec: ProcessSpec) -> Started:
-        """Start a child. Raises OSError if that fails (not found, EMFILE, EAGAIN)."""
+        """Start a child.
+
+        Raises:
+            OSError: it could not be started (not found, EMFILE, EAGAIN).
+        """
         assert threading.get_ident() == self._thread, (
             "children die with the thread that starts them"
         )
-        assert spec.name not in self._children, f"{spec.name} is already here"
+        assert spec.name not in self._children, f"{spec.name} was started before"
         child = _Child(spec, Backoff(self._policy, self._rng), spec.last_incarnation)
         started = self._spawn(child)
         self._children[spec.name] = child
@@ -195,7 +409,7 @@ class Supervisor:
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them; empty after `timeout_s` or at a stop signal.
 
-        A child that died starts again in a later poll, never in the one that reports its death.
+        A child that died is restarted by a later poll, never by the one that reports its death.
         """
         assert threading.get_ident() == self._thread, (
             "children die with the thread that starts them"
@@ -203,7 +417,7 @@ class Supervisor:
         deadline_s = time.monotonic() + timeout_s
         ended = self._wait(0.0)
         while True:
-            events = self._look(ended)
+            events = self._handle(ended)
             now_s = time.monotonic()
             if events or self.stop_signal is not None or now_s >= deadline_s:
                 return events
@@ -213,37 +427,45 @@ class Supervisor:
             ended = self._wait(min(deadline_s, self._stops_due_s, restart_s))
 
     def shutdown(
-        self, grace_s: float = 5.0, saver: str = "", waits: Callable[[], bool] = lambda: False
+        self,
+        grace_s: float = 5.0,
+        saver: str = "",
+        keep_waiting: Callable[[], bool] = lambda: False,
     ) -> list[Event]:
-        """End every child: SIGTERM to all, SIGKILL after `grace_s` to those that ignore it.
+        """Stop every child: SIGTERM to all, SIGKILL after `grace_s` to those that ignore it.
 
-        Returns within `grace_s` + 2 s with the events of each; those that ignore it are Deaf. The
-        child `saver` has more time, for as long as `waits()` returns true.
+        Args:
+            grace_s: seconds until SIGKILL.
+            saver: a child that has more time, as long as `keep_waiting()` returns true.
+            keep_waiting: called about once a second.
+
+        Returns:
+            The events of each, within `grace_s` + 2 s.
         """
         self._closing = True
         for name in self.pids:
             self.send_signal(name, signal.SIGTERM)
             self.send_signal(name, signal.SIGCONT)  # a stopped process would not receive it
         events = self._reap_until(time.monotonic() + grace_s)
-        while saver in self.pids and waits():
-            events += self._look(self._wait(time.monotonic() + _LOOK_EVERY_S))
-        deaf = self.pids
-        for name in deaf:
+        while saver in self.pids and keep_waiting():
+            events += self._handle(self._wait(time.monotonic() + _LOOK_EVERY_S))
+        ignoring = self.pids
+        for name in ignoring:
             self.send_signal(name, signal.SIGKILL)
         self._reap_until(time.monotonic() + _KILL_S)
-        for name, pid in deaf.items():
+        for name, pid in ignoring.items():
             how = "SIGKILL had no effect" if name in self.pids else "killed"
-            events.append(Deaf(name, pid, f"{how} after {grace_s:g} s"))
+            events.append(IgnoredSigterm(name, pid, f"{how} after {grace_s:g} s"))
         return events
 
     def _reap_until(self, deadline_s: float) -> list[Event]:
-        events = self._look(self._wait(0.0))
+        events = self._handle(self._wait(0.0))
         while self.pids and time.monotonic() < deadline_s:
-            events += self._look(self._wait(deadline_s))
+            events += self._handle(self._wait(deadline_s))
         return events
 
     def _wait(self, until_s: float) -> set[str]:
-        """Sleep until a child ends, a signal comes or `until_s`. Returns who has ended."""
+        """Sleep until a child ends, a signal comes or `until_s`. Returns children that ended."""
         ended = set()
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             if key.fd == self._wakeup_fd:
@@ -252,8 +474,8 @@ class Supervisor:
                 ended.add(key.data)
         return ended
 
-    def _look(self, ended: set[str]) -> list[Event]:
-        """What has happened; `ended` is what `_wait` returned."""
+    def _handle(self, ended: set[str]) -> list[Event]:
+        """Handle what has happened; `ended` is what `_wait` returned."""
         now_s, stopped = time.monotonic(), {}
         if now_s >= self._stops_due_s:
             self._stops_due_s = now_s + _LOOK_EVERY_S
@@ -264,9 +486,9 @@ class Supervisor:
         for name, child in self._children.items():
             if child.popen is None:
                 if not self._stopping and now_s >= child.restart_s:
-                    events += self._start_again(child)
+                    events += self._try_restart(child)
             elif name in ended and child.popen.poll() is not None:
-                events += self._bury(child, child.popen)
+                events += self._on_exit(child, child.popen)
             else:
                 if child.up_s == math.inf and self._is_up is not None:
                     child.up_s = now_s if self._is_up(name, child.popen.pid) else math.inf
@@ -282,11 +504,11 @@ class Supervisor:
         child.incarnation = max(time.time_ns(), child.incarnation + 1)
         child.started_s = time.monotonic()
         child.up_s = math.inf if self._is_up else child.started_s
-        own = {PARENT_VARIABLE: os.getpid(), INCARNATION_VARIABLE: child.incarnation}
-        env = {**os.environ, **spec.env, **{key: str(value) for key, value in own.items()}}
+        ours = {PARENT_VARIABLE: os.getpid(), INCARNATION_VARIABLE: child.incarnation}
+        env = {**os.environ, **spec.env, **{key: str(value) for key, value in ours.items()}}
         with _open_log(spec.log_path) as log:
             began = time.strftime("%Y-%m-%d %H:%M:%S")
-            with contextlib.suppress(OSError):  # a full disk, where the role may go on in memory
+            with contextlib.suppress(OSError):  # on a full disk the role still runs in memory
                 log.write(f"--- {spec.name}, incarnation {child.incarnation}, {began}\n".encode())
             child.log_offset = log.tell()
             # Blocked signals stay blocked across exec: no Ctrl-C can reach the child before its
@@ -309,7 +531,7 @@ class Supervisor:
     def _execute(
         self, spec: ProcessSpec, env: dict[str, str], log: BinaryIO
     ) -> "subprocess.Popen[bytes]":
-        """Start the process. The stress harness overrides this and forks."""
+        """Start the process. The stress harness overrides this to fork."""
         return subprocess.Popen(
             spec.argv,
             stdin=subprocess.DEVNULL,
@@ -319,41 +541,39 @@ class Supervisor:
             env=env,
         )
 
-    def _start_again(self, child: _Child) -> list[Event]:
+    def _try_restart(self, child: _Child) -> list[Event]:
         try:
             return [self._spawn(child)]
         except OSError as error:
             died = Died(child.spec.name, 0, child.incarnation, f"cannot start: {error}", "", 0.0)
-            return [died, self._next_life(child, 0.0)]
+            return [died, self._restart(child, 0.0)]
 
-    def _bury(self, child: _Child, popen: subprocess.Popen[bytes]) -> list[Event]:
+    def _on_exit(self, child: _Child, popen: subprocess.Popen[bytes]) -> list[Event]:
         name, status = child.spec.name, popen.returncode
         lived_s = time.monotonic() - child.started_s
         child.popen = None  # first: the signal handler must not use a closed pidfd
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         # A signal to the whole group reaches the children before ours does.
-        obeyed = self._stopping and status == -signal.SIGTERM
+        obeyed = self._stopping and status in (0, -signal.SIGTERM)
         end: Exited | Died
-        if status == 0 or obeyed:
+        if status == child.spec.done_status or obeyed:
             end = Exited(name, popen.pid, child.incarnation)
         else:
-            how, said = status_in_words(status), self._last_words(child, status)
-            end = Died(name, popen.pid, child.incarnation, how, said, lived_s)
+            how, log = status_in_words(status), self._end_of_log(child, status)
+            end = Died(name, popen.pid, child.incarnation, how, log, lived_s)
         events: list[Event] = [end]
         if isinstance(end, Died) and child.spec.restart and not self._stopping:
-            if status == os.EX_CONFIG:  # its own words are all that there is to tell
+            if status == os.EX_CONFIG:  # its own message says all
                 events = [GaveUp(name, (end.traceback or end.how).splitlines()[-1])]
             else:
                 worked_s = max(0.0, time.monotonic() - child.up_s)
-                events.append(self._next_life(child, worked_s, killed=status == -signal.SIGKILL))
+                events.append(self._restart(child, worked_s, killed=status == -signal.SIGKILL))
         if self._on_death is not None:
             self._on_death(end)
         return events
 
-    def _next_life(
-        self, child: _Child, worked_s: float, killed: bool = False
-    ) -> Restarting | GaveUp:
+    def _restart(self, child: _Child, worked_s: float, killed: bool = False) -> Restarting | GaveUp:
         now_s = time.monotonic()
         verdict = child.backoff.after_death(now_s, worked_s, killed=killed)
         if isinstance(verdict, str):
@@ -362,7 +582,7 @@ class Supervisor:
         return Restarting(child.spec.name, verdict)
 
     @staticmethod
-    def _last_words(child: _Child, status: int) -> str:
+    def _end_of_log(child: _Child, status: int) -> str:
         try:
             with open(child.spec.log_path, "rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -376,14 +596,14 @@ class Supervisor:
 
     @staticmethod
     def _stops() -> dict[int, Any]:
-        """By pid, the last news of children that were stopped or continued since the last call."""
-        news: dict[int, Any] = {}
+        """The latest stop or continue of each child since the last call, by pid."""
+        changes: dict[int, Any] = {}
         # Without WEXITED this reaps nothing; Popen does that.
         kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):  # there are no children now
             while (change := os.waitid(os.P_ALL, 0, kinds)) is not None:
-                news[change.si_pid] = change
-        return news
+                changes[change.si_pid] = change
+        return changes
 
     @staticmethod
     def _note_stop(child: _Child, pid: int, change: Any) -> list[Event]:

@@ -1,1 +1,0 @@
-"""Child processes: how they start, are watched, and end with their parent."""
