@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zapex.library.connect import connect
     from zapex.library.prioritized import PrioritizedReplay
     from zapex.library.writer import Writer
-    from zapex.watch.progress import Report, Result
+    from zapex.watch.report import Report, Result
 
 __all__ = [
     "Batch", "Column", "PrioritizedReplay", "Report", "Result", "SavedPolicy", "Schema",
@@ -55,8 +55,8 @@ _HOMES = {
     "Batch": "chunks.batch",
     "Column": "chunks.schema",
     "PrioritizedReplay": "library.prioritized",
-    "Report": "watch.progress",
-    "Result": "watch.progress",
+    "Report": "watch.report",
+    "Result": "watch.report",
     "SavedPolicy": "cli.saved",
     "Schema": "chunks.schema",
     "TrainConfig": "cli.from_python",

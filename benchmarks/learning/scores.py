@@ -1,4 +1,4 @@
-"""Scores over seeds: interquartile means with intervals, by rliable, and the curves in a figure."""
+"""Scores over seeds: interquartile means with intervals, and the curves in a figure."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from benchmarks.learning.cells import OURS, PEERS, group_name
-from zapex.watch.scores import human_share, interquartile
+from zapex.envs.atari_scores import human_share
+from zapex.watch.curves import interquartile
 
 Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 

@@ -183,21 +183,21 @@ train SMALL --seeds 1,,2                     | --seeds must be numbers with comm
 train SMALL --seeds 1,2 --resume auto        | needs --run-dir
 launch                                       | `zapex launch` needs a file: zapex launch FILE
 plot                                         | `zapex plot` needs a directory: zapex plot RUN ...
-plot nothing                                 | nothing is not a run, and there is none in it
+plot nothing                                 | nothing is not a run
 plot taken --by sed                          | --by must be one of config, seed, got 'sed'
 plot taken --out x.gif                       | --out must end in .png, .svg, .pdf
 plot taken --out no/x.png                    | directory that does not exist
 compare taken                                | needs two runs or more
 compare nothing.toml good.toml               | nothing.toml cannot be read as settings
 runs nothing                                 | there is no directory nothing
-watch nothing                                | nothing is not a run, and there is none in it
+watch nothing                                | nothing is not a run
 watch --gme                                  | did you mean --game?
 atach                                        | did you mean watch?
 eval run --terminal                          | --video FILE.mp4
 eval run --terminal --render                 | give one of them
 eval run --render                            | there is no display here
-train SMALL --visdom localhost:8097          | --visdom must be like http://localhost:8097
-train SMALL --visdom http://127.0.0.1:1      | start one with `python -m visdom.server`
+train SMALL --visdom localhost:8097          | --visdom localhost:8097
+train SMALL --visdom http://127.0.0.1:1      | --visdom http://127.0.0.1:1
 # Files and directories.
 train SMALL --run-dir taken                  | zapex train --resume taken
 train SMALL --run-dir /proc/run              | --run-dir /proc/run cannot be created

@@ -213,7 +213,7 @@ def test_on_a_full_disk_training_goes_on_in_memory_and_the_run_resumes_once_ther
     said = capsys.readouterr().out
     why = "cannot be written: No space left on device; free space on the disk of run"
     assert said.count(f"checkpoints {why}") == 1  # not at each attempt
-    assert said.count(f"JsonLines failed, the run goes on: {why.partition(': ')[2]}") == 1
+    assert said.count(f"JsonLines failed, the run continues: {why.partition(': ')[2]}") == 1
     assert "not saved  what was learned last: No space left on device" in said
     assert result("run")["batches"] > before.state["totals"]["batches"]
     assert newest("run").state == before.state

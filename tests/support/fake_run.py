@@ -222,8 +222,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
-    from zapex.watch.dashboards import TensorBoard
-    from zapex.watch.recorders import JsonLines
+    from zapex.watch.recorders import JsonLines, TensorBoard
     from zapex.watch.terminal import open_view
 
     run_dir = arguments.run_dir

@@ -1,4 +1,4 @@
-"""A game on the terminal: what is written is what a terminal then shows."""
+"""A game on the terminal, whose escapes a naive terminal interprets; and in a window."""
 
 import io
 import re
@@ -9,12 +9,11 @@ import pytest
 from zapex.errors import ConfigError
 from zapex.roles.evaluator import Moment
 from zapex.watch import game
-from zapex.watch.game import TerminalGame, bar, colours, fitted
-from zapex.watch.window import Window
+from zapex.watch.game import TerminalGame, Window, bar, colours, fitted
 
 
 class Screen(io.StringIO):
-    """A terminal, naive: text and colours by cell."""
+    """A naive terminal: text and colours by cell."""
 
     encoding = "utf-8"
 
@@ -72,7 +71,7 @@ def a_frame(seed=0):
     return np.random.default_rng(seed).integers(0, 256, (210, 160, 3), np.uint8)
 
 
-def test_what_a_terminal_shows_after_changes_is_what_it_shows_at_once(screen):
+def test_writing_only_changes_gives_the_same_picture(screen):
     frames = [a_frame(0), a_frame(0), a_frame(1)]
     frames[1][50:60, 50:60] = 255
     view = TerminalGame("Pong", 4 / 3, screen)
@@ -103,7 +102,7 @@ def test_the_cells_have_the_colours_of_the_frame(screen, monkeypatch):
     assert screen.cells[last, 2][1] == "38;2;0;0;255;48;2;0;0;255"
 
 
-def test_q_values_have_bars_names_and_the_action_a_mark(screen):
+def test_q_values_have_bars_and_the_action_has_a_mark(screen):
     view = TerminalGame("Pong", 4 / 3, screen)
     view.begin(60.0, ["NOOP", "RIGHTFIRE"])
     view.see(moment(a_frame(), q=(1.0, 3.0), action=0))
@@ -125,38 +124,31 @@ def test_eighteen_actions_fit_into_few_rows(screen, monkeypatch):
     assert any("and 6 more" in screen.line(row) for row in range(1, 17))
 
 
-@pytest.mark.parametrize("columns", [20, 40, 80, 200])
-def test_any_width_is_kept(screen, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    screen.size = columns, 24
-    view = TerminalGame("P", 4 / 3, screen)
-    view.begin(60.0, ["NOOP", "FIRE"])
-    view.see(moment(a_frame()))
-    assert any(glyph == "▀" for glyph, _ in screen.cells.values())
-
-
-def test_a_terminal_that_changed_its_size_is_drawn_anew(screen, monkeypatch):
+def test_a_resized_terminal_is_redrawn_in_any_width(screen, monkeypatch):
     view = TerminalGame("Pong", 4 / 3, screen)
     view.begin(60.0, ["NOOP", "FIRE"])
-    view.see(moment(a_frame()))
-    monkeypatch.setenv("COLUMNS", "70")
-    screen.size = 70, 24
-    view.see(moment(a_frame()))
-    assert max(column for _, column in screen.cells) <= 70
+    for columns in (200, 80, 70, 40, 20):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        screen.size = columns, 24
+        view.see(moment(a_frame()))
+        assert max(column for _, column in screen.cells) <= columns
+        assert any(glyph == "▀" for glyph, _ in screen.cells.values())
 
 
-def test_the_terminal_is_given_back(screen):
+def test_the_terminal_is_restored(screen):
     with pytest.raises(KeyboardInterrupt), TerminalGame("Pong", 0.0, screen):
         raise KeyboardInterrupt
     assert screen.getvalue().endswith("\x1b[?25h\x1b[?1049l")
 
 
-def test_no_terminal_is_one_clear_line(monkeypatch):
-    with pytest.raises(ConfigError, match="use --video"):
+def test_without_a_terminal_or_a_display_another_way_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match="--video"):
         TerminalGame("Pong", 0.0, io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
-    with pytest.raises(ConfigError, match="UTF-8 and colours"):
+    with pytest.raises(ConfigError, match="--video"):
         TerminalGame("Pong", 0.0, Screen())
+    with pytest.raises(ConfigError, match=r"DISPLAY .* --terminal"):
+        Window("Pong", environment={})
 
 
 def test_the_nearest_of_256_colours_is_near():
@@ -167,7 +159,7 @@ def test_the_nearest_of_256_colours_is_near():
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(50, 21), (10, 40), (200, 60), (1, 1)])
-def test_a_frame_fits_its_room(columns, rows):
+def test_a_frame_fits_its_cells(columns, rows):
     pixels = fitted(a_frame(), columns, rows, 4 / 3)
     assert pixels.shape[0] % 2 == 0
     assert pixels.shape[0] <= 2 * rows
@@ -182,12 +174,7 @@ def test_a_bar_has_eighths():
     assert bar(9.0, 2) == "██"
 
 
-def test_without_a_display_there_is_one_clear_line():
-    with pytest.raises(ConfigError, match="no display here"):
-        Window("Pong", environment={})
-
-
-def test_a_window_shows_every_screen_and_its_closing_ends_the_games(monkeypatch):
+def test_closing_the_window_ends_the_games(monkeypatch):
     pygame = pytest.importorskip("pygame")
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setattr(game.time, "sleep", lambda _: None)

@@ -14,7 +14,7 @@ from zapex.watch.report import RunFacts
 
 
 class Recording:
-    """An output that keeps what it is told."""
+    """An output that keeps what it gets."""
 
     def __init__(self):
         self.shown, self.written, self.closed = [], [], 0
@@ -43,7 +43,7 @@ def episodes(returns, stream=0, epsilon=0.4):
     return records
 
 
-def test_rates_are_differences_over_the_window():
+def test_rates_are_differences_over_the_last_five_seconds():
     fake, monitor = fake_run.started()
     first = monitor.look()
     fake.advance(0.2)
@@ -54,18 +54,13 @@ def test_rates_are_differences_over_the_window():
             (second.totals[name] - first.totals[name]) / seconds
         )
     assert second.totals["frames"] == 4 * second.totals["steps"] > 0
-
-
-def test_old_looks_leave_the_window():
-    fake, monitor = fake_run.started()
-    monitor.look()
     fake.advance(10)
     assert monitor.look().rates["steps"] == 1650
     fake.now_ns += 6 * 10**9
     assert monitor.look().rates["steps"] == 0
 
 
-def test_shares_of_every_role_sum_to_one_and_follow_the_phases():
+def test_shares_of_every_role_sum_to_one():
     fake, monitor = fake_run.started()
     fake.advance(1000)
     snapshot = monitor.look()
@@ -77,7 +72,7 @@ def test_shares_of_every_role_sum_to_one_and_follow_the_phases():
     assert actor.shares_total["compute"] == pytest.approx(0.94, abs=0.01)
 
 
-def test_samples_per_insert_and_the_stale_share_come_from_the_replays_counters():
+def test_samples_per_insert_and_the_stale_share_are_the_replays():
     fake, monitor = fake_run.started()
     fake.advance(100)
     snapshot = monitor.look()
@@ -96,7 +91,7 @@ def test_a_resumed_run_counts_on_from_its_base():
     assert snapshot.wall_s >= 60
 
 
-def test_the_limit_reached_first_says_how_much_is_left():
+def test_progress_is_that_of_the_limit_reached_first():
     fake = fake_run.FakeRun()
     facts = RunFacts("CartPole-v1", max_wall_s=1000, max_frames=100_000)
     monitor = fake.monitor(facts=facts)
@@ -105,13 +100,8 @@ def test_the_limit_reached_first_says_how_much_is_left():
     snapshot = monitor.look()
     assert snapshot.left_s == pytest.approx((100_000 - 66_000) / 6_600)
     assert snapshot.progress == pytest.approx(snapshot.totals["frames"] / 100_000)
-
-
-def test_a_run_without_limits_has_no_progress():
-    monitor = fake_run.FakeRun().monitor()
-    snapshot = monitor.look()
-    assert snapshot.progress is None
-    assert snapshot.left_s is None
+    unlimited = fake_run.FakeRun().monitor().look()
+    assert (unlimited.progress, unlimited.left_s) == (None, None)
 
 
 def test_roles_in_one_process_are_counted_once():
@@ -123,7 +113,7 @@ def test_roles_in_one_process_are_counted_once():
     }
 
 
-def test_a_dead_roles_time_stands_still():
+def test_the_time_of_a_dead_role_stands_still():
     fake = fake_run.FakeRun(actors=1, begun=False)
     block = fake.roles[0][1]
     pid = os.fork()
@@ -170,7 +160,7 @@ def test_views_and_recorders_are_served_when_due():
     assert (len(view.shown), len(recorder.written)) == (2, 1)
 
 
-def test_an_output_that_fails_is_reported_once_and_ends_nothing(capsys):
+def test_a_failing_output_is_reported_once(capsys):
     broken, good = Broken(), Recording()
     fake = fake_run.FakeRun()
     monitor = fake.monitor(broken, [Broken(), good], view_period_s=0, record_period_s=0)
@@ -184,7 +174,7 @@ def test_an_output_that_fails_is_reported_once_and_ends_nothing(capsys):
     assert len(good.written) == 4
 
 
-def test_a_terminal_that_is_gone_is_told_from_other_failures_and_another_view_takes_its_place():
+def test_a_closed_terminal_is_recognised_and_its_view_replaced():
     gone = Recording()
     gone.show = lambda snapshot: os.write(*unread)
     ours, theirs = os.openpty()
@@ -221,7 +211,7 @@ def test_returns_are_means_of_the_last_hundred():
     assert math.isnan(all_episodes.returns().greedy_mean)
 
 
-def test_the_greedy_stream_is_told_apart_and_epsilons_fall_into_bands():
+def test_returns_are_counted_by_stream_and_by_epsilon():
     all_episodes = Episodes(greedy_stream=3)
     all_episodes.add(episodes([1.0, 2.0], stream=0, epsilon=0.4))
     all_episodes.add(episodes([5.0, 7.0], stream=3, epsilon=0.0005))
@@ -229,6 +219,9 @@ def test_the_greedy_stream_is_told_apart_and_epsilons_fall_into_bands():
     assert (returns.greedy_mean, returns.greedy_last, returns.all_mean) == (6, 7, 3.75)
     assert list(returns.bands.values()) == [6, 1.5]
     assert returns.greedy_history == (5, 7)
+    for epsilon in (0.0, 1.0):
+        all_episodes.add(episodes([1.0], epsilon=epsilon))
+    assert len(all_episodes.returns().bands) == 2
 
 
 def test_the_greedy_history_is_thinned_evenly_and_stays_bounded():
@@ -240,14 +233,7 @@ def test_the_greedy_history_is_thinned_evenly_and_stays_bounded():
     np.testing.assert_allclose(steps, steps[0])
 
 
-def test_an_epsilon_of_one_has_a_band():
-    all_episodes = Episodes(greedy_stream=0)
-    all_episodes.add(episodes([1.0], epsilon=1.0))
-    all_episodes.add(episodes([2.0], epsilon=0.0))
-    assert len(all_episodes.returns().bands) == 2
-
-
-def test_this_process_is_seen_to_use_the_processor():
+def test_the_parents_own_use_is_measured():
     fake, monitor = fake_run.started()
     monitor.look()
     enough = time.process_time() + 0.3  # of the processor, however busy the machine is
@@ -259,7 +245,7 @@ def test_this_process_is_seen_to_use_the_processor():
     assert snapshot.memory_bytes > snapshot.facts.shared_bytes
 
 
-def test_the_last_picture_shows_what_the_roles_used_while_they_lived():
+def test_the_last_snapshot_has_what_the_roles_used():
     fake, monitor = fake_run.started()
     before = monitor.look()
     for _, block in fake.roles:

@@ -15,9 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.support import fake_run
-from zapex.watch.dashboards import TensorBoard, WeightsAndBiases
 from zapex.watch.recorders import (
     JsonLines,
+    TensorBoard,
+    WeightsAndBiases,
+    by_actor,
     numbers,
     read_base,
     read_evaluations,
@@ -43,26 +45,16 @@ def events(recorded):
     return accumulator
 
 
-def test_tensorboard_reads_every_tag_that_the_design_names(events):
-    tags = set(events.Tags()["scalars"])
-    assert tags >= {
-        "charts/episodic_return",
-        "charts/episodic_return_greedy",
-        "charts/SPS",
-        "charts/frames",
-        "losses/td_loss",
-        "losses/q_values",
-        "eval/episodic_return",
-        "replay/samples_per_insert",
-        "replay/stale_share",
-        "comm/actor_pull",
-        "comm/actor_push",
-        "comm/learner_sample",
+def test_tensorboard_has_cleanrls_tags_and_the_papers_phases(events):
+    assert set(events.Tags()["scalars"]) >= {
+        "charts/episodic_return", "charts/episodic_return_greedy", "charts/SPS", "losses/td_loss",
+        "losses/q_values", "eval/episodic_return", "replay/samples_per_insert",
+        "replay/stale_share", "comm/actor_pull", "comm/actor_push", "comm/learner_sample",
         "comm/learner_set",
-    }
+    }  # fmt: skip
 
 
-def test_the_x_axis_is_in_steps_and_never_goes_back(events, recorded):
+def test_the_x_axis_is_in_steps_and_only_grows(events, recorded):
     steps = [event.step for event in events.Scalars("charts/SPS")]
     assert len(steps) == 60
     assert steps == sorted(steps)
@@ -88,7 +80,7 @@ def test_every_episode_is_a_point_and_many_are_means_of_neighbours(events, tmp_p
     np.testing.assert_allclose(steps, expected, atol=0.01 * snapshot.totals["steps"])
 
 
-def test_evaluations_stand_at_their_own_step(events, recorded):
+def test_evaluations_are_at_their_own_step(events, recorded):
     points = {(event.step, event.value) for event in events.Scalars("eval/episodic_return")}
     wanted = {(e.steps, float(np.float32(e.mean))) for e in recorded[1].evaluations}
     assert points == wanted
@@ -113,7 +105,7 @@ def test_tensorboard_has_the_settings_as_text_and_as_hyperparameters(events):
     )
 
 
-def test_shards_that_lost_their_share_are_a_number_where_there_are_several(recorded):
+def test_lost_shards_are_counted_only_where_there_are_several(recorded):
     snapshot = recorded[1]
     assert not [tag for tag in numbers(snapshot) if "shards" in tag]
     shards = {"shards": 3.0, "shards_away": 1.0, "shards_lost": 2.0, "shards_back": 1.0}
@@ -186,67 +178,92 @@ def test_the_result_names_best_last_and_first_crossings(recorded, tmp_path):
 def test_nothing_heavy_is_imported_before_it_is_needed():
     code = (
         "import sys\n"
-        "from zapex.watch import recorders, monitor, terminal, curve, summary\n"
+        "from zapex.watch import curves, monitor, recorders, runs, terminal\n"
         "print({'torch', 'numba', 'rich', 'tensorboard', 'matplotlib'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
 
 
+def test_every_actor_has_its_own_score_in_tensorboard(tmp_path):
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(facts=fake_run.facts(tmp_path))
+    recorder, scores = TensorBoard(tmp_path, {}), {0: [], 1: []}
+    for _ in range(20):
+        episodes = fake.advance(5)
+        for actor, stream in enumerate((episodes["stream"] < 8, episodes["stream"] >= 8)):
+            scores[actor] += episodes["game_return"][stream].tolist()
+        recorder.write(monitor.look(), episodes, [])
+    recorder.close()
+    accumulator = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    for actor, wanted in scores.items():
+        values = [point.value for point in accumulator.Scalars(f"actors/episodic_return_{actor}")]
+        assert values == pytest.approx(wanted)
+        assert len(values) > 30
+
+
+def test_of_many_actors_64_have_a_score_among_them_the_greediest(tmp_path):
+    monitor = fake_run.FakeRun().monitor(
+        facts=fake_run.RunFacts("X", streams=1000, envs_per_actor=2)
+    )
+    episodes = np.zeros(1000, fake_run.EPISODE)
+    episodes["stream"] = np.arange(1000)
+    of = by_actor(episodes, monitor.look())
+    assert len(of) == 64
+    assert {0, 499} <= of.keys()
+    assert all(played["stream"].tolist() == [2 * i, 2 * i + 1] for i, played in of.items())
+
+
 @pytest.fixture
-def told(monkeypatch):
-    """A stand-in for the package of Weights & Biases, which needs an account: what it is told.
+def wandb(monkeypatch):
+    """A stand-in for the package wandb, which needs an account: what it was given.
 
     "full": its disk refuses everything.
     """
-    told = {"logged": [], "full": False}
+    given = {"logged": [], "full": False}
 
     class Run:
         def log(self, values, step):
             demand_room()
-            told["logged"].append((step, values))
+            given["logged"].append((step, values))
 
         def finish(self):
             demand_room()
-            told["finished"] = True
+            given["finished"] = True
 
     def demand_room():
-        if told["full"]:
+        if given["full"]:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     def init(**about):
         demand_room()
-        told.update(about)
+        given.update(about)
         return Run()
 
     package = types.ModuleType("wandb")
     package.init = init
     monkeypatch.setitem(sys.modules, "wandb", package)
-    return told
+    return given
 
 
-def test_weights_and_biases_gets_every_number_and_the_settings(told, tmp_path):
-    snapshot = fake_run.record([WeightsAndBiases(tmp_path, {"lr": 0.5})], 300, tmp_path)
-    assert (told["name"], told["config"]) == (tmp_path.name, {"lr": 0.5})
-    step, values = told["logged"][-1]
+def test_weights_and_biases_gets_every_number_and_the_settings(wandb, tmp_path):
+    recorder = WeightsAndBiases(tmp_path, {"lr": 0.5}, "mine", "team")
+    assert (wandb["project"], wandb["entity"]) == ("mine", "team")
+    assert (wandb["name"], wandb["config"]) == (tmp_path.name, {"lr": 0.5})
+    snapshot = fake_run.record([recorder], 300, tmp_path)
+    step, values = wandb["logged"][-1]
     assert step == snapshot.totals["steps"]
     assert values.items() >= numbers(snapshot).items()
-    assert any("eval/episodic_return" in values for _, values in told["logged"])
-    assert told["finished"]
-
-
-def test_weights_and_biases_is_told_project_and_entity_as_cleanrl_names_them(told, tmp_path):
-    fake_run.record([WeightsAndBiases(tmp_path, {}, "mine", "team")], 5, tmp_path)
-    assert (told["project"], told["entity"]) == ("mine", "team")
-    fake_run.record([WeightsAndBiases(tmp_path, {})], 5, tmp_path)
-    assert (told["project"], told["entity"]) == ("zapex", None)
+    assert any("eval/episodic_return" in values for _, values in wandb["logged"])
+    assert wandb["finished"]
 
 
 def test_weights_and_biases_without_an_account_writes_into_the_runs_directory(tmp_path):
     pytest.importorskip("wandb", reason='no wandb: pip install "zapex[wandb]"')
     code = (
         "import sys; from pathlib import Path; from tests.support import fake_run\n"
-        "from zapex.watch.dashboards import WeightsAndBiases\n"
+        "from zapex.watch.recorders import WeightsAndBiases\n"
         "path = Path(sys.argv[1])\n"
         "recorder = WeightsAndBiases(path, {'lr': 0.5}, 'mine', 'team')\n"
         "fake_run.record([recorder], 300, path)\n"
@@ -264,21 +281,20 @@ def test_weights_and_biases_without_an_account_writes_into_the_runs_directory(tm
 
 
 @pytest.mark.parametrize("full_at_its_start", [True, False])
-def test_weights_and_biases_on_a_full_disk_ends_nothing_and_goes_on_once_there_is_room(
-    told, tmp_path, full_at_its_start
-):
-    told["full"] = full_at_its_start
+def test_weights_and_biases_continues_after_a_full_disk(wandb, tmp_path, full_at_its_start):
+    wandb["full"] = full_at_its_start
     fake = fake_run.FakeRun()
     recorders = [JsonLines(tmp_path), WeightsAndBiases(tmp_path, {"lr": 0.5})]
     monitor = fake.monitor(None, recorders, view_period_s=0, record_period_s=0)
-    for told["full"] in (True, True, False):
+    for wandb["full"] in (True, True, False):
         fake.advance(5)
         monitor.tick()
     texts = [message.text for message in monitor.close().messages]
-    why = "failed, the run goes on: No space left on device; free space on the disk"
-    assert sum(text.startswith(f"WeightsAndBiases {why}") for text in texts) == 1
-    assert "WeightsAndBiases works again" in texts
+    about = [text for text in texts if text.startswith("WeightsAndBiases")]
+    assert len(about) == 2
+    assert "No space left on device" in about[0]
+    assert "works again" in about[1]
     assert not monitor.unwritten
-    assert len(told["logged"]) == 2
-    assert told["finished"]
+    assert len(wandb["logged"]) == 2
+    assert wandb["finished"]
     assert len(list(read_metrics(tmp_path))) == 4

@@ -1,7 +1,6 @@
-"""Runs from outside: which there are, what each does, and the view of another terminal."""
+"""The runs of a directory: which there are, what each does, and a live view of one."""
 
 import fcntl
-import io
 import json
 import os
 from pathlib import Path
@@ -12,7 +11,6 @@ from tests.support import fake_run
 from zapex.errors import ConfigError
 from zapex.machine.disk import is_locked
 from zapex.watch import runs
-from zapex.watch.attached import Attached
 from zapex.watch.recorders import (
     SNAPSHOT_FILE,
     WATCHED_FILE,
@@ -21,11 +19,10 @@ from zapex.watch.recorders import (
     read_snapshot,
     write_result,
 )
-from zapex.watch.terminal import PlainLines
 
 
 class Shown:
-    """A view that keeps what it was shown."""
+    """A view that keeps all snapshots."""
 
     def __init__(self):
         self.snapshots, self.closed = [], False
@@ -38,7 +35,7 @@ class Shown:
 
 
 def a_run(path: Path, final: bool = True) -> Path:
-    """A run of five minutes; unless it is `final`, broken off in the middle."""
+    """A run of five minutes; unless it is `final`, it broke off."""
     path.mkdir(parents=True)
     (path / "config.toml").write_text("")
     snapshot = fake_run.record([JsonLines(path)], 300 if final else 301, path)
@@ -64,9 +61,7 @@ def trained(tmp_path):
         os.close(descriptor)
 
 
-def test_a_run_is_running_while_its_lock_is_held_and_broken_off_when_it_was_killed(
-    tmp_path, trained
-):
+def test_a_run_is_running_while_its_lock_is_held(tmp_path, trained):
     broken = a_run(tmp_path / "broken", final=False)
     assert runs.look(broken).state == "broken off"
     descriptor = trained(broken)
@@ -77,22 +72,18 @@ def test_a_run_is_running_while_its_lock_is_held_and_broken_off_when_it_was_kill
     assert runs.training_process(broken) == 0
     ended = runs.look(a_run(tmp_path / "ended"))
     assert (ended.state, ended.reason) == ("ended", "ten minutes are over")
+    trained(ended.path)
+    assert runs.look(ended.path).state == "starting"  # it was resumed, and has no new numbers
 
 
-def test_a_run_that_goes_on_again_is_starting_until_it_has_numbers(tmp_path, trained):
-    run = a_run(tmp_path / "run")
-    trained(run)
-    assert runs.look(run).state == "starting"
-
-
-def test_a_lock_file_that_names_another_process_is_of_another_host(tmp_path, trained):
+def test_a_lock_of_another_host_has_no_process_here(tmp_path, trained):
     run = a_run(tmp_path / "run", final=False)
     os.pwrite(trained(run), b"1 ", 0)
     assert runs.training_process(run) == 0
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"facts": 3}', '{"facts": {"x": 1}}'])
-def test_a_damaged_snapshot_is_a_missing_one(tmp_path, damage):
+def test_a_damaged_snapshot_counts_as_missing(tmp_path, damage):
     run = a_run(tmp_path / "run")
     (run / SNAPSHOT_FILE).write_text(damage)
     assert runs.look(run).snapshot is None
@@ -119,7 +110,7 @@ def test_runs_of_several_seeds_are_listed_too(tmp_path):
     assert found == {"base/seed-1", "base/seed-2", "other"}
 
 
-def test_the_facts_of_runs_are_json_without_nan(tmp_path):
+def test_runs_are_described_as_json_without_nan(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.toml").write_text("")
@@ -131,9 +122,9 @@ def test_the_facts_of_runs_are_json_without_nan(tmp_path):
     assert second["frames"] is None
 
 
-def test_a_run_is_found_by_directory_by_name_and_by_nothing(tmp_path, monkeypatch, trained):
+def test_a_run_is_found_by_directory_by_name_or_as_the_latest(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="there is none in it; `zapex runs`"):
+    with pytest.raises(ConfigError, match="zapex train"):
         runs.find("")
     first, second = a_run(Path("runs/first"), final=False), a_run(Path("runs/second"))
     for path, at in ((first, 1e9), (second, 2e9)):
@@ -143,11 +134,11 @@ def test_a_run_is_found_by_directory_by_name_and_by_nothing(tmp_path, monkeypatc
     assert runs.find("") == second
     trained(first)
     assert runs.find("") == first  # it runs
-    with pytest.raises(ConfigError, match="did you mean second"):
+    with pytest.raises(ConfigError, match="second"):
         runs.find("secnd")
 
 
-def test_a_run_writes_its_snapshot_every_second_only_while_somebody_watches(tmp_path):
+def test_a_run_writes_its_snapshot_every_second_only_while_it_is_watched(tmp_path):
     now_s = 100.0
     snapshot = fake_run.record([], 5, tmp_path)
     view, path = ForWatchers(tmp_path, lambda: now_s), tmp_path / SNAPSHOT_FILE
@@ -165,7 +156,7 @@ def test_a_run_writes_its_snapshot_every_second_only_while_somebody_watches(tmp_
     assert path.exists()
     path.unlink()
     now_s += 10
-    view.show(snapshot)  # nobody has touched the file for ten seconds
+    view.show(snapshot)  # the file was not touched for ten seconds
     assert not path.exists()
     os.utime(tmp_path / WATCHED_FILE, (1, 1))  # another clock
     view.show(snapshot)
@@ -174,37 +165,23 @@ def test_a_run_writes_its_snapshot_every_second_only_while_somebody_watches(tmp_
 
 def test_a_watcher_asks_shows_what_is_new_and_sees_the_end(tmp_path, trained):
     run = a_run(tmp_path / "run", final=False)
-    descriptor = trained(run)
-    shown = Shown()
-    with Attached(run, shown) as attached:
+    descriptor, shown, now_s = trained(run), Shown(), 100.0
+    with runs.Attached(run, shown, lambda: now_s) as attached:
         assert attached.look()
         assert (run / WATCHED_FILE).exists()
         assert attached.look()
         assert len(shown.snapshots) == 1  # nothing is new
         assert shown.snapshots[0].facts.watched
+        now_s += 20
+        assert attached.look()
+        assert "20 s" in shown.snapshots[1].messages[-1].text  # it has written nothing
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-        attached._held_s -= 2
+        now_s += 2
         assert not attached.look()
     assert shown.closed
 
 
-def test_a_watcher_says_that_a_run_is_silent(tmp_path, trained):
-    run = a_run(tmp_path / "run", final=False)
-    trained(run)
-    out = io.StringIO()
-    attached = Attached(run, PlainLines(out))
-    attached.look()
-    attached._news_s -= 20
-    attached._told_s -= 20
-    attached.look()
-    attached._view.close()
-    assert attached.snapshot is not None
-    assert "Ctrl-C" not in out.getvalue()
-
-
-def test_a_directory_that_refuses_the_watchers_file_is_watched_all_the_same(
-    tmp_path, trained, monkeypatch
-):
+def test_a_run_of_another_user_can_be_watched(tmp_path, trained, monkeypatch):
     run = a_run(tmp_path / "run", final=False)
     trained(run)
 
@@ -213,5 +190,5 @@ def test_a_directory_that_refuses_the_watchers_file_is_watched_all_the_same(
 
     monkeypatch.setattr(Path, "touch", refused)
     shown = Shown()
-    assert Attached(run, shown).look()
+    assert runs.Attached(run, shown).look()
     assert len(shown.snapshots) == 1

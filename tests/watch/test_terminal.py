@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import os
 import pty
 import re
@@ -10,11 +11,25 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from docs.terminal_picture import svg
 from tests.support import fake_run
-from zapex.watch.summary import summary
-from zapex.watch.terminal import LivePicture, PlainLines, open_view, print_lines, print_table
+from zapex.watch.terminal import (
+    LivePicture,
+    PlainLines,
+    clock,
+    count,
+    draw,
+    number,
+    open_view,
+    print_lines,
+    print_table,
+    size,
+    sparkline,
+    summary,
+)
 
 
 class Terminal(io.StringIO):
@@ -24,28 +39,154 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def finished():
+def running():
+    """A monitor of a run that has learned for two minutes."""
     fake, monitor = fake_run.started(head_start_s=130)
     monitor.look()
     fake_run.go_on(fake, monitor, 1)
-    return monitor.close()
+    return monitor
 
 
-def test_a_pipe_gets_plain_lines_and_a_terminal_the_picture(monkeypatch):
+SNAPSHOT = running().look()
+EMPTY = fake_run.FakeRun().monitor().look()
+
+
+@pytest.fixture
+def finished():
+    return running().close()
+
+
+def texts(lines):
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def with_roles(snapshot=SNAPSHOT, **changes):
+    views = tuple(dataclasses.replace(view, **changes) for view in snapshot.roles)
+    return dataclasses.replace(snapshot, roles=views)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.integers(1, 250), st.integers(1, 90), st.sampled_from([SNAPSHOT, EMPTY]))
+def test_the_picture_fits_any_size(width, height, shown):
+    lines = texts(draw(shown, width, height))
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_everything_is_there_at_80_columns_and_23_rows():
+    text = "\n".join(texts(draw(SNAPSHOT, 80, 23)))
+    for wanted in (
+        "ALE/Breakout-v5", "of 10:00", "left", "actors ×2", "evaluator", "compute", "frames/s",
+        "batches/s", "plain buffer", "samples per insert", "stale", "greedy", "ε<.001", "ε≥.1",
+        "human 30.5", "loss", "params v", "memory", "games",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+
+
+@pytest.mark.parametrize("width", range(80, 125))
+def test_a_fact_is_shown_whole_or_not_at_all(width):
+    evicted = {**SNAPSHOT.learner, "torn_rows": 222.0}
+    whole = texts(draw(dataclasses.replace(SNAPSHOT, learner=evicted), 300, 30))
+    shown = texts(draw(dataclasses.replace(SNAPSHOT, learner=evicted), width, 30))
+    for label in ("speed", "evaluated", "learner", "machine"):
+        *_, line = (line for line in shown if line.startswith(f" {label}"))
+        *_, all_of_it = (line for line in whole if line.startswith(f" {label}"))
+        assert all_of_it == line or all_of_it.startswith(f"{line}   "), line
+    assert ("222 rows" in "".join(shown)) == (width >= 104)
+
+
+def test_small_shares_of_a_core_have_a_decimal():
+    lines = texts(draw(with_roles(cpu_cores=0.004), 80, 23))
+    assert sum(line.rstrip().endswith(" 0.4%") for line in lines) == len(SNAPSHOT.roles)
+
+
+def test_a_run_that_has_not_begun_has_no_numbers():
+    fake = fake_run.FakeRun(begun=False)
+    text = "\n".join(texts(draw(fake.monitor().look(), 80, 24)))
+    for wanted in ("starting", "no game", "not yet", "first batch", "until stopped"):
+        assert wanted in text
+    assert "nan" not in text
+
+
+def test_phase_bars_are_as_long_as_their_shares():
+    line = next(x for x in draw(SNAPSHOT, 140, 40) if x and x[0][0].startswith(" actors"))
+    cells = [len(text) for text, _ in line if set(text) <= set("━─") and text]
+    assert sum(cells) == sum(map(len, (t for t, _ in line[1:6])))
+    shares = list(SNAPSHOT.role("actor").shares.values())
+    drawn = [len(text) / sum(cells) for text, _ in line[1:5]]
+    assert drawn == pytest.approx(shares, abs=1 / sum(cells))
+
+
+def test_a_silent_process_is_named():
+    lines = texts(draw(with_roles(silent=(7.4, "actor 1")), 80, 23))
+    assert any("actor 1" in line and "silent for 7 s" in line for line in lines)
+
+
+def test_more_rows_show_the_phases_inside_compute():
+    assert any("compute: environment" in line for line in texts(draw(SNAPSHOT, 80, 40)))
+    assert not any("compute: environment" in line for line in texts(draw(SNAPSHOT, 80, 23)))
+    resting = with_roles(phases=dict.fromkeys(SNAPSHOT.role("actor").phases, 0.0))
+    resting = dataclasses.replace(
+        resting, roles=tuple(view for view in resting.roles if view.role == "actor")
+    )
+    lines = texts(draw(resting, 80, 40))
+    first = next(i for i, line in enumerate(lines) if line.startswith(" actors"))
+    assert not lines[first + 1].strip().startswith("compute")
+    assert not lines[first + 1].strip()  # the blank line before the speed, and only that one
+    assert lines[first + 2].startswith(" speed")
+
+
+def test_messages_cannot_move_the_cursor():
+    _, monitor = fake_run.started()
+    monitor.message("Traceback\n\x1b[2J\tboom")
+    lines = texts(draw(monitor.look(), 80, 40))
+    assert any("Traceback  [2J boom" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "text"),
+    [
+        (clock, 0, "0:00"),
+        (clock, 59.9, "0:59"),
+        (clock, 7325, "2:02:05"),
+        (count, 0, "0"),
+        (count, 9999, "9,999"),
+        (count, 12345, "12.3k"),
+        (count, 412331, "412k"),
+        (count, 1.234e6, "1.23M"),
+        (number, 0, "0.00"),
+        (number, 0.0123, "0.0123"),
+        (number, -20.7, "-20.7"),
+        (number, 4123, "4,123"),
+        (number, 1e-7, "1.00e-07"),
+        (number, math.nan, "-"),
+        (size, 0, "0 kB"),
+        (size, 31.5e6, "31.5 MB"),
+        (size, 67e9, "67.0 GB"),
+    ],
+)
+def test_numbers_have_three_or_four_digits(form, value, text):
+    assert form(value) == text
+
+
+def test_sparklines_thin_to_the_width_and_span_all_heights():
+    assert sparkline([0, 1], 10) == "▁█"
+    assert sparkline(range(1000), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0] * 5, 10) == "▁▁▁▁▁"
+    assert sparkline([3.0], 10) == ""
+    assert sparkline([1, 2, 3], -4) == ""
+
+
+def test_only_a_terminal_with_utf8_gets_the_picture(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_view(stream=io.StringIO()), PlainLines)
+    ascii_terminal = Terminal()
+    ascii_terminal.encoding = "ascii"
     assert isinstance(open_view(stream=Terminal()), LivePicture)
+    assert isinstance(open_view(stream=io.StringIO()), PlainLines)
+    assert isinstance(open_view(stream=ascii_terminal), PlainLines)
     assert isinstance(open_view(plain=True, stream=Terminal()), PlainLines)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(open_view(stream=Terminal()), PlainLines)
-
-
-def test_a_terminal_that_cannot_show_utf8_gets_plain_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    terminal.encoding = "ascii"
-    assert isinstance(open_view(stream=terminal), PlainLines)
 
 
 def test_plain_lines_come_every_period_and_messages_at_once():
@@ -57,17 +198,14 @@ def test_plain_lines_come_every_period_and_messages_at_once():
     view.show(monitor.look())
     view.show(monitor.look())
     lines = out.getvalue().splitlines()
-    assert [line.split("  ")[1] for line in lines] == [
-        "learning starts at 20,000 transitions",
-        "0 frames (0/s)",
-        "actor 1 was restarted",
-    ]
+    assert len(lines) == 3
+    assert "0 frames (0/s)" in lines[1]
+    assert lines[2].endswith("actor 1 was restarted")
 
 
 def test_plain_lines_are_ascii_and_hold_the_headline_numbers(finished):
     out = io.StringIO()
-    view = PlainLines(out)
-    view.show(finished)
+    PlainLines(out).show(finished)
     line = out.getvalue().splitlines()[-1]
     assert line.isascii()
     for wanted in ("frames", "steps/s", "replay", "return", "greedy", "evaluated", "loss", "left"):
@@ -75,6 +213,7 @@ def test_plain_lines_are_ascii_and_hold_the_headline_numbers(finished):
 
 
 def test_the_picture_is_drawn_over_itself_and_stays(finished, monkeypatch):
+    LivePicture(Terminal()).close()  # one that never began
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     out = Terminal()
@@ -88,10 +227,6 @@ def test_the_picture_is_drawn_over_itself_and_stays(finished, monkeypatch):
     assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_a_picture_that_never_began_can_be_closed():
-    LivePicture(Terminal()).close()
-
-
 def test_the_svg_holds_the_picture_and_no_outside_font(finished):
     image = svg(finished)
     assert image.startswith("<svg")
@@ -102,17 +237,9 @@ def test_the_svg_holds_the_picture_and_no_outside_font(finished):
 
 def test_the_view_runs_on_a_real_terminal_and_gives_it_back():
     parent, child = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.fake_run",
-        "--seconds",
-        "1",
-        "--head-start",
-        "70",
-    ]
+    words = ["-m", "tests.support.fake_run", "--seconds", "1", "--head-start", "70"]
     environment = os.environ | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.Popen(command, stdout=child, env=environment)
+    process = subprocess.Popen([sys.executable, *words], stdout=child, env=environment)
     os.close(child)
     text = b""
     while True:
@@ -127,86 +254,55 @@ def test_the_view_runs_on_a_real_terminal_and_gives_it_back():
     assert text.rindex(b"\x1b[?25h") > text.rindex(b"\x1b[?25l")
 
 
-def test_the_closing_lines_say_what_came_out_and_how_to_look_at_it(finished, tmp_path):
-    curve = tmp_path / "learning_curve.png"
-    facts = fake_run.facts(run_dir=tmp_path)
-    finished = type(finished)(**vars(finished) | {"facts": facts})
-    out = io.StringIO()
-    print_lines(summary(finished, "ten minutes are over", curve), stream=out)
-    text = out.getvalue()
-    for wanted in (
-        "ten minutes are over",
-        "over 10 greedy games",
-        "human 30.5: not reached",
-        "random 1.7: first reached at 1:00",
-        "transitions in 1.71 GB; a plain buffer takes 12.2 GB",
-        "the learner waited 3.0% of its time for batches",
-        f"zapex eval {tmp_path} --episodes 5 --video game.mp4",
-        f"zapex train --resume {tmp_path}",
-        str(curve),
-    ):
-        assert wanted in text, wanted
-
-
-def test_commands_of_the_closing_lines_can_be_pasted_into_a_shell(finished, tmp_path):
+def test_the_closing_lines_have_results_and_commands_that_a_shell_understands(finished, tmp_path):
     run_dir = tmp_path / "my first run"
-    facts = fake_run.facts(run_dir=run_dir)
-    finished = dataclasses.replace(finished, facts=facts)
-    lines = ["".join(text for text, _ in line) for line in summary(finished, "stopped")]
+    finished = dataclasses.replace(finished, facts=fake_run.facts(run_dir=run_dir))
+    curve = run_dir / "learning_curve.png"
+    lines = texts(summary(finished, "ten minutes are over", curve))
+    text = "\n".join(lines)
+    for wanted in (
+        "ten minutes are over", "over 10 greedy games", "human 30.5: not reached", "at 1:00",
+        "1.71 GB", "12.2 GB", "waited 3.0%", str(curve),
+    ):  # fmt: skip
+        assert wanted in text, wanted
     commands = {line.split()[0]: shlex.split(line)[1:] for line in lines if "my first run'" in line}
-    assert commands["watch"][:3] == ["zapex", "eval", str(run_dir)]
-    assert shlex.split(next(line for line in lines if line.startswith(" go on")))[2:] == [
-        "zapex", "train", "--resume", str(run_dir),
-    ]  # fmt: skip
-    assert commands["inspect"] == ["tensorboard", "--logdir_spec", f"my first run:{run_dir}"]
+    assert commands == {
+        "watch": ["zapex", "eval", str(run_dir), "--episodes", "5", "--video", "game.mp4"],
+        "resume": ["zapex", "train", "--resume", str(run_dir)],
+        "inspect": ["tensorboard", "--logdir_spec", f"my first run:{run_dir}"],
+    }
 
 
-def test_closing_lines_on_a_terminal_are_styled_and_commands_stay_whole(finished, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    out = Terminal()
-    print_lines([[(" watch ", "bright_black"), ("zapex eval " + "x" * 60, "cyan")]], stream=out)
-    assert "x" * 60 in out.getvalue()
-    assert "\x1b[" in out.getvalue()
+def test_a_run_without_evaluations_has_a_summary_too():
+    text = "\n".join(texts(summary(fake_run.FakeRun().monitor().close(), "stopped")))
+    assert "stopped" in text
+    assert "nan" not in text
 
 
-def test_texts_are_broken_between_words_where_the_terminal_ends(monkeypatch):
+def test_closing_lines_are_wrapped_on_a_terminal_and_commands_stay_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Terminal()
     text = "the learner waited 12% of its time for batches"
-    print_lines([[(" waiting    ", "bright_black"), (text, "")]], stream=out)
+    command = "zapex eval " + "x" * 60
+    print_lines(
+        [[(" waiting    ", ""), (text, "")], [(" watch ", ""), (command, "cyan")]], stream=out
+    )
+    assert command in out.getvalue()
+    assert "\x1b[" in out.getvalue()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
-    assert plain.splitlines() == [
+    assert plain.splitlines()[:2] == [
         " waiting    the learner waited 12% of",
         "            its time for batches",
     ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_tables_last_column_is_broken_only_on_a_terminal(terminal, monkeypatch):
+def test_a_tables_last_column_is_wrapped_only_on_a_terminal(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "44")
     out = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    table = (
-        "  --lr       0.5  you gave it\n  --threads    1  two of them beside busy actors are slow"
-    )
-    print_table(f"{table}\nRuns until 1 minute is over; Ctrl-C ends it and saves.")
-    assert out.getvalue().splitlines() == (
-        [
-            "  --lr       0.5  you gave it",
-            "  --threads    1  two of them beside busy",
-            "                  actors are slow",
-            "Runs until 1 minute is over; Ctrl-C ends it",
-            "and saves.",
-        ]
-        if terminal
-        else [*table.splitlines(), "Runs until 1 minute is over; Ctrl-C ends it and saves."]
-    )
-
-
-def test_a_run_without_evaluations_has_a_summary_too():
-    lines = summary(fake_run.FakeRun().monitor().close(), "stopped")
-    text = "\n".join("".join(part for part, _ in line) for line in lines)
-    assert "stopped" in text
-    assert "nan" not in text
+    row = "  --threads    1  two of them beside busy actors are slow"
+    print_table(row)
+    wrapped = ["  --threads    1  two of them beside busy", "                  actors are slow"]
+    assert out.getvalue().splitlines() == (wrapped if terminal else [row])

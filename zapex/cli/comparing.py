@@ -40,17 +40,17 @@ def plot(args: list[str]) -> int:
     """Print the scores of runs with their intervals, and draw their curves."""
     what = (
         "Compare runs: mean with a 95 % bootstrap interval, interquartile mean and share of a "
-        "human's score (rliable), over wall time and frames."
+        "human's score, over wall time and frames."
     )
     options = parse(_PlotOptions(), args, "plot", what, "runs")
-    from zapex.watch import comparison
+    from zapex.watch import curves
 
-    curves, score = comparison.read(_runs(options.runs), options.score)
-    groups = comparison.grouped(curves)
-    print(f"score: {comparison.SCORES[score]}, at the end of each run")
-    print(*comparison.table(groups), sep="\n")
+    found, score = curves.read(_runs(options.runs), options.score)
+    groups = curves.grouped(found)
+    print(f"score: {curves.SCORES[score]}, at the end of each run")
+    print(*curves.score_table(groups), sep="\n")
     if options.out:
-        comparison.draw(groups, score, options.by, Path(options.out))
+        curves.draw_runs(groups, score, options.by, Path(options.out))
         print(f"picture {options.out}")
     return 0
 
@@ -82,14 +82,14 @@ def compare(args: list[str]) -> int:
     options = parse(_CompareOptions(), args, "compare", what, "runs")
     if len(options.runs) < 2:
         raise ConfigError("`zapex compare` needs two runs or more: zapex compare RUN RUN")
-    from zapex.watch import differences, runs
+    from zapex.watch import curves, runs
 
     paths = [Path(w) if w.endswith(".toml") else runs.find(w) for w in options.runs]
-    found = differences.differing([differences.settings_of(path) for path in paths])
+    found = curves.differing([curves.settings_of(path) for path in paths])
     if not found:
         print("no settings differ")
         return 0
     names = [path.name for path in paths]
     same = len(set(names)) < len(names)
-    print(*differences.table([str(path) for path in paths] if same else names, found), sep="\n")
+    print(*curves.settings_table([str(path) for path in paths] if same else names, found), sep="\n")
     return 0

@@ -32,7 +32,7 @@ from zapex.run.run import Membership, Run
 from zapex.run.supervisor import Died, Exited, ProcessSpec, Supervisor
 from zapex.watch.recorders import read_snapshot
 from zapex.watch.report import Snapshot
-from zapex.watch.screen import size
+from zapex.watch.terminal import size
 
 HOSTS = {"replay": "replay", "actors-a": "actor", "actors-b": "actor", "learner": "learner"}
 """Host -> its command."""

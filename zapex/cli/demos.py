@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zapex.errors import ConfigError
 from zapex.watch.recorders import RESULT_FILE
-from zapex.watch.screen import clock
+from zapex.watch.terminal import clock
 
 ENV, TARGET = "CartPole-v1", 475.0
 GRACE_S = 8.0  # for the children to save and end

@@ -13,7 +13,7 @@ from zapex.config.settings import FIELDS, Config, merged
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError, ZapexError
 from zapex.machine import named
-from zapex.watch.progress import Report, Result
+from zapex.watch.report import Report, Result
 
 _OPTIONS = tuple(flags_of(Options))
 NO_MAIN_GUARD = (

@@ -148,8 +148,7 @@ def _draw_without_a_window() -> None:
 @contextmanager
 def _spectator(options: _EvalOptions, run: _Stored) -> "Iterator[Spectator | None]":
     """Who sees the games, if anybody does."""
-    from zapex.watch.game import TerminalGame
-    from zapex.watch.window import Window
+    from zapex.watch.game import TerminalGame, Window
 
     title = run.spec.env_id
     if options.terminal:

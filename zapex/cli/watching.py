@@ -82,10 +82,8 @@ def watch(args: list[str]) -> int:
 
 
 def _show(run_dir: Path, plain: bool) -> int:
-    from zapex.watch.attached import Attached
-    from zapex.watch.runs import look
-    from zapex.watch.summary import summary
-    from zapex.watch.terminal import open_view, print_lines
+    from zapex.watch.runs import Attached, look
+    from zapex.watch.terminal import open_view, print_lines, summary
 
     now = look(run_dir)
     try:
@@ -106,7 +104,7 @@ def _show(run_dir: Path, plain: bool) -> int:
         print(f"{run_dir} {now.state}: it has left no numbers")
         return 0
     from zapex.checkpoints import file as checkpoint
-    from zapex.watch.curve import CURVE_FILE
+    from zapex.watch.curves import CURVE_FILE
 
     reason = now.reason or f"{now.state}: it was killed, or its machine failed"
     curve = run_dir / CURVE_FILE

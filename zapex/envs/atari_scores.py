@@ -1,4 +1,4 @@
-"""What random play and a human score at each of the 57 Atari games.
+"""Scores of random play and of a human at each of the 57 Atari games.
 
 Means over games that begin with up to 30 no-ops and are cut at 108,000 frames (30 minutes): the
 tables of Mnih et al. 2015 and Wang et al. 2016 (arXiv 1511.06581), as dqn_zoo collects them.
@@ -63,3 +63,14 @@ RANDOM_AND_HUMAN: dict[str, tuple[float, float]] = {
     "yars_revenge": (3092.9, 54576.9),
     "zaxxon": (32.5, 9173.3),
 }
+
+
+def human_share(env: str, score: float) -> float | None:
+    """The human-normalised score, (score - random) / (human - random).
+
+    None where the game's scores are not known. env: any id of the game.
+    """
+    game = env.rpartition("/")[2].partition("-")[0].removesuffix("NoFrameskip")
+    snake = "".join("_" + c.lower() if c.isupper() else c for c in game).lstrip("_")
+    known = RANDOM_AND_HUMAN.get(snake)
+    return None if known is None else (score - known[0]) / (known[1] - known[0])

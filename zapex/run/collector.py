@@ -22,13 +22,18 @@ from zapex.machine.disk import why_not_written
 from zapex.run import directory
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
-from zapex.watch import dashboards, recorders, visdom
-from zapex.watch.curve import draw
+from zapex.watch import recorders, visdom
+from zapex.watch.curves import draw_run
 from zapex.watch.monitor import Monitor
-from zapex.watch.progress import Report
-from zapex.watch.report import Evaluation, Recorder, RunFacts, Snapshot
-from zapex.watch.summary import summary, summary_of_part
-from zapex.watch.terminal import LivePicture, PlainLines, open_view, print_lines
+from zapex.watch.report import Evaluation, Recorder, Report, RunFacts, Snapshot
+from zapex.watch.terminal import (
+    LivePicture,
+    PlainLines,
+    open_view,
+    print_lines,
+    summary,
+    summary_of_part,
+)
 
 TERMINAL_LOG = "terminal.log"  # in the run's logs: what was said after the terminal was closed
 _SAVED_BY: dict[Role, str] = {"learner": "checkpoints", "evaluator": "the best network"}
@@ -107,10 +112,10 @@ class Collector:
         written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
         settings = run.config.shared(replays=run.part.holds_replay)
         if run.part.learns:
-            written.append(dashboards.TensorBoard(run.run_dir, settings))
+            written.append(recorders.TensorBoard(run.run_dir, settings))
         if run.part.learns and run.config.run.track:
             project, entity = run.config.run.wandb_project_name, run.config.run.wandb_entity
-            written.append(dashboards.WeightsAndBiases(run.run_dir, settings, project, entity))
+            written.append(recorders.WeightsAndBiases(run.run_dir, settings, project, entity))
         if run.part.learns and run.config.run.visdom:
             written.append(visdom.Visdom(run.run_dir, run.config.run.visdom))
         every_role = plan.roles + plan.elsewhere
@@ -296,7 +301,7 @@ class Collector:
         picture = None
         try:
             title = f"{spec.env_id}, preset {run.preset}, seed {run.seed}"
-            picture = draw(run_dir, references=spec.references, title=title)
+            picture = draw_run(run_dir, references=spec.references, title=title)
         except ConfigError as error:  # no matplotlib, or no game ended yet
             print(f"no learning curve: {error}")
         except OSError as error:

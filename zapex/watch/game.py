@@ -1,21 +1,18 @@
-"""A game on the terminal: its screen in half blocks, and a bar for the Q value of each action.
-
-Only cells that have changed are written, so that it goes over ssh too.
-"""
+"""Spectators (zapex.roles.evaluator) that show a game: on the terminal, or in a window."""
 
 import os
 import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zapex.errors import ConfigError
-from zapex.watch.screen import count, number
+from zapex.watch.terminal import count, number, shows_pictures
 
 _PANEL: Final = 30  # columns of the Q values
 _LEAST: Final = 56  # columns with which the panel is there
@@ -24,16 +21,17 @@ _BLOCKS: Final = " ▏▎▍▌▋▊▉█"
 _BOLD, _QUIET, _ACCENT, _PLAIN = "\x1b[1m", "\x1b[90m", "\x1b[36m", "\x1b[0m"
 _BEGIN, _END = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[0m\x1b[?25h\x1b[?1049l"
 _CATCH_UP_S: Final = 0.25
+_WINDOW_WIDTH: Final = 640
 
 
 class Pace:
-    """Holds the speed of a game; after a delay it does not hurry."""
+    """Holds the speed of a game; after a longer delay it does not catch up."""
 
     def __init__(self) -> None:
         self._due_s = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Until `seconds` after the last time, if that is still to come."""
+        """Sleep until `seconds` after the end of the last wait."""
         now_s = time.monotonic()
         if now_s - self._due_s > _CATCH_UP_S:
             self._due_s = now_s
@@ -74,25 +72,30 @@ def bar(share: float, cells: int) -> str:
 
 
 class TerminalGame:
-    """A spectator (zapex.roles.evaluator) that draws on a terminal; a context manager.
+    """The screen in half blocks, and a bar for the Q value of each action; a context manager.
 
-    title: what is played. aspect: width by height of the screen; 0: that of its pixels.
+    Only cells that have changed are written, which is fast enough over ssh.
+
+    Args:
+        title: what is played.
+        aspect: width by height of the screen; 0: that of its pixels.
+        stream: the terminal; None: standard output.
+        hint: the line below the game.
 
     Raises:
-        ConfigError: `stream`, standard output, is no terminal that can show it.
+        ConfigError: the stream is not a terminal that can show it.
     """
 
     def __init__(
         self, title: str, aspect: float = 0.0, stream: TextIO | None = None, hint: str = ""
     ) -> None:
         self._stream = stream or sys.stdout
-        utf8 = (self._stream.encoding or "").lower().replace("-", "") == "utf8"
-        if not self._stream.isatty() or os.environ.get("TERM", "dumb") == "dumb" or not utf8:
+        if not shows_pictures(self._stream):
             raise ConfigError(
-                "a game is drawn only on a terminal that shows UTF-8 and colours, and standard "
-                "output is none: use --video FILE.mp4"
+                "a game is drawn only on a terminal that shows UTF-8 and colours: use "
+                "--video FILE.mp4"
             )
-        self.title, self._aspect, self._hint = title, aspect, hint or "Ctrl-C ends it"
+        self.title, self._aspect, self._hint = title, aspect, hint or "Ctrl-C stops"
         self._all_colours = os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
         self._pace = Pace()
         self._seconds = 1 / 60
@@ -111,7 +114,7 @@ class TerminalGame:
         self._write(_END)
 
     def begin(self, screens_per_s: float, action_names: Sequence[str]) -> None:
-        """What is known before the first moment."""
+        """Before the first moment: the speed, and the names of the actions."""
         self._seconds, self._names = 1 / screens_per_s, action_names
 
     def see(self, moment: Any) -> bool:
@@ -140,7 +143,7 @@ class TerminalGame:
         return True
 
     def _picture(self, pixels: NDArray[np.uint8]) -> str:
-        """What moves the terminal from its present picture to this one."""
+        """The escapes that turn the terminal's present picture into this one."""
         codes = colours(pixels, self._all_colours)
         cells = np.stack([codes[0::2], codes[1::2]], -1)  # (rows, columns, upper and lower)
         before = self._cells
@@ -189,7 +192,7 @@ class TerminalGame:
         return out
 
     def _text(self, row: int, column: int, text: str) -> str:
-        """A line from there to its end, if it has changed."""
+        """The escapes that write a text and clear the rest of its line, if it has changed."""
         if self._texts.get((row, column)) == text:
             return ""
         self._texts[row, column] = text
@@ -198,3 +201,69 @@ class TerminalGame:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+class Window:
+    """A window of the desktop, whose closing ends the games; a context manager.
+
+    Args:
+        title: of the window.
+        aspect: width by height of the screen; 0: that of its pixels.
+        environment: variables that name the display.
+
+    Raises:
+        ConfigError: there is no display, or pygame is missing.
+    """
+
+    def __init__(
+        self, title: str, aspect: float = 0.0, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        driver = environment.get("SDL_VIDEODRIVER", "")
+        if not (environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY") or driver):
+            raise ConfigError(
+                "--render needs a display, and DISPLAY is not set: use --terminal, or "
+                "--video FILE.mp4"
+            )
+        os.environ["PYGAME_HIDE_SUPPORT_PROMPT"] = "1"
+        try:
+            import pygame
+        except ImportError:
+            raise ConfigError('--render needs pygame: pip install "zapex[video]"') from None
+        self._pygame, self._title, self._aspect = pygame, title, aspect
+        self._surface: Any = None
+        self._pace, self._seconds = Pace(), 1 / 60
+
+    def __enter__(self) -> Self:
+        try:
+            self._pygame.display.init()
+        except self._pygame.error as error:
+            raise ConfigError(
+                f"--render cannot open a window: {error}; use --terminal, or --video FILE.mp4"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pygame.display.quit()
+
+    def begin(self, screens_per_s: float, action_names: Sequence[str]) -> None:
+        """Before the first moment: the speed."""
+        self._seconds = 1 / screens_per_s
+
+    def see(self, moment: Any) -> bool:
+        """Show each screen of a step for its time. Returns whether the window is still open."""
+        pygame = self._pygame
+        for frame in moment.screens:
+            height, width = frame.shape[:2]
+            if self._surface is None:
+                aspect = self._aspect or width / height
+                size = max(_WINDOW_WIDTH, width), round(max(_WINDOW_WIDTH, width) / aspect)
+                self._surface = pygame.display.set_mode(size, pygame.RESIZABLE)
+            picture = pygame.image.frombuffer(frame.tobytes(), (width, height), "RGB")
+            size = self._surface.get_size()
+            self._surface.blit(pygame.transform.scale(picture, size), (0, 0))
+            pygame.display.set_caption(f"{self._title}  score {moment.score:g}")
+            pygame.display.flip()
+            if any(event.type == pygame.QUIT for event in pygame.event.get()):
+                return False
+            self._pace.wait(self._seconds)
+        return True

@@ -1,14 +1,22 @@
-"""What a run leaves behind in its directory as JSON: metrics.jsonl, snapshot.json, result.json."""
+"""What a run records: JSON in its directory, TensorBoard events, Weights & Biases.
+
+The files of a run's directory are metrics.jsonl, snapshot.json and result.json.
+"""
 
 import dataclasses
+import io
 import json
 import math
+import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from zapex.machine.disk import append_whole
@@ -17,21 +25,30 @@ from zapex.watch.report import TOTALS, Evaluation, Note, Returns, RoleView, RunF
 
 METRICS_FILE: Final = "metrics.jsonl"
 SNAPSHOT_FILE: Final = "snapshot.json"
-WATCHED_FILE: Final = ".watched"
-"""Whoever watches a run from elsewhere touches it every second or two."""
 RESULT_FILE: Final = "result.json"
-
-
-_ASKED_S: Final = 10.0  # after the last touch
+WATCHED_FILE: Final = ".watched"
+"""A watcher from outside touches it every second or two."""
+ACTORS: Final = "actors"
+"""The group of tags with a score for each actor."""
+PAPERS: Final = {
+    "score of every actor": rf"{ACTORS}/episodic_return_\d+",
+    "transitions in memory": r"replay/live",
+    "Q loss": r"losses/td_loss",
+}
+"""The charts of the paper's dashboard: title -> a regular expression of tags."""
+_WATCHED_S: Final = 10.0  # a watcher is gone so long after its last touch
 _FOR_WATCHERS_S: Final = 0.9  # snapshots are made twice a second
+_POINTS: Final = 50  # episodes in one write; more are averaged with their neighbours
+_MOST_ACTORS: Final = 64  # a page cannot show thousands of lines
 
 
 def numbers(snapshot: Snapshot) -> dict[str, float]:
-    """Tag -> value, the same in TensorBoard and metrics.jsonl, without unknown values.
+    """Tag -> value, the same in all recorders, without unknown values.
 
     The tags follow CleanRL. `comm/*` are shares of time by the paper's phases, `phases/*` by all.
     """
     totals, rates, returns = snapshot.totals, snapshot.rates, snapshot.returns
+    learner = snapshot.learner
     values = {
         "charts/SPS": rates["steps"],
         "charts/FPS": rates["frames"],
@@ -54,23 +71,34 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
     for role, counts in kept.items():
         phases = ("phase/", "cpu/")
         values |= {f"{role}/{n}": x for n, x in counts.items() if not n.startswith(phases)}
-    if snapshot.learner.get("batches"):
-        names = {"loss": "losses/td_loss", "q_mean": "losses/q_values"}
-        for name in ("loss", "q_mean", "td_abs_mean", "grad_norm", "priority_mean", "priority_max"):
-            values[names.get(name, f"losses/{name}")] = snapshot.learner[name]
+    if learner.get("batches"):
+        values["losses/td_loss"], values["losses/q_values"] = learner["loss"], learner["q_mean"]
+        for name in ("td_abs_mean", "grad_norm", "priority_mean", "priority_max"):
+            values[f"losses/{name}"] = learner[name]
         values["learner/batches"] = totals["batches"]
         values["learner/batches_per_s"] = rates["batches"]
         values["learner/samples_per_s"] = rates["samples"]
-        kept_names = ["params_version", "staleness", "torn_rows"]
-        if snapshot.learner.get("shards"):
-            kept_names += ["shards_away", "shards_lost", "shards_back"]
-        values |= {f"learner/{name}": snapshot.learner[name] for name in kept_names}
+        shards = ("shards_away", "shards_lost", "shards_back") if learner.get("shards") else ()
+        for name in ("params_version", "staleness", "torn_rows", *shards):
+            values[f"learner/{name}"] = learner[name]
     for view in snapshot.roles:
         values[f"system/{view.role}_cpu_cores"] = view.cpu_cores
         values |= {f"comm/{view.role}_{name}": share for name, share in view.shares.items()}
         values |= {f"phases/{view.role}_{name}": share for name, share in view.phases.items()}
     # TensorBoard stores float32; more digits would only lengthen metrics.jsonl.
     return {tag: float(f"{x:.7g}") for tag, x in values.items() if math.isfinite(x)}
+
+
+def by_actor(episodes: NDArray[Any], snapshot: Snapshot) -> dict[int, NDArray[Any]]:
+    """Actor number -> its episodes (dtype EPISODE), of those among `episodes`.
+
+    Of more than 64 actors it is 64, evenly spread over their epsilons, with the greediest.
+    """
+    size = max(1, snapshot.facts.envs_per_actor)
+    actors = max(1, snapshot.facts.streams // size)
+    shown = np.unique(np.linspace(0, actors - 1, min(actors, _MOST_ACTORS)).astype(int))
+    of = episodes["stream"] // size
+    return {int(i): episodes[of == i] for i in shown[np.isin(shown, of)]}
 
 
 class JsonLines:
@@ -89,6 +117,7 @@ class JsonLines:
     def write(
         self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
     ) -> None:
+        """Append the new lines, and replace snapshot.json."""
         now = time.time()
         lines: list[dict[str, Any]] = [
             {"kind": "evaluation", "time": now, **_evaluation_facts(e)} for e in evaluations
@@ -118,29 +147,29 @@ class JsonLines:
 
 
 class ForWatchers:
-    """A view: snapshot.json once a second while somebody watches the run from elsewhere.
+    """A view: snapshot.json once a second while another process watches the run.
 
     Without a watcher it costs one look at the time of a file.
     """
 
     def __init__(self, run_dir: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._run_dir, self._clock_s = run_dir, clock_s
-        self._touched_ns = self._touch()
-        self._asked_s = self._written_s = -math.inf
+        self._touched_ns = self._last_touch_ns()
+        self._watched_s = self._written_s = -math.inf
 
     def show(self, snapshot: Snapshot) -> None:
         """Write `snapshot` if it is due."""
-        touched_ns, now_s = self._touch(), self._clock_s()
-        if touched_ns != self._touched_ns:  # by whose clock does not matter
-            self._touched_ns, self._asked_s = touched_ns, now_s
-        if now_s - self._asked_s < _ASKED_S and now_s - self._written_s >= _FOR_WATCHERS_S:
+        touched_ns, now_s = self._last_touch_ns(), self._clock_s()
+        if touched_ns != self._touched_ns:  # the watcher's host may have another clock
+            self._touched_ns, self._watched_s = touched_ns, now_s
+        if now_s - self._watched_s < _WATCHED_S and now_s - self._written_s >= _FOR_WATCHERS_S:
             self._written_s = now_s
             _write_json(self._run_dir / SNAPSHOT_FILE, snapshot, indent=None)
 
     def close(self) -> None:
         """The recorders write the last snapshot."""
 
-    def _touch(self) -> int:
+    def _last_touch_ns(self) -> int:
         try:
             return (self._run_dir / WATCHED_FILE).stat().st_mtime_ns
         except OSError:
@@ -151,16 +180,13 @@ def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) ->
     """Write result.json, the run in one object, and return it.
 
     Args:
+        run_dir: directory of the run.
         snapshot: the last one, of `Monitor.close()`.
         reason: why the run ended, in words.
         more: further facts, for example the seed; anything that JSON can express.
     """
     facts, evaluations = snapshot.facts, snapshot.evaluations
     best = snapshot.best_evaluation
-    crossings = {
-        name: next((_evaluation_facts(e) for e in evaluations if e.mean >= value), None)
-        for name, value in facts.references.items()
-    }
     live = snapshot.replay.get("live", 0.0)
     result = {
         "environment": facts.environment,
@@ -175,7 +201,10 @@ def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) ->
         "best": _evaluation_facts(best) if best else None,
         "last": _evaluation_facts(evaluations[-1]) if evaluations else None,
         "references": dict(facts.references),
-        "first_crossings": crossings,
+        "first_crossings": {
+            name: next((_evaluation_facts(e) for e in evaluations if e.mean >= value), None)
+            for name, value in facts.references.items()
+        },
         "evaluations": [_evaluation_facts(e) for e in evaluations],
         "memory": {
             "transitions": live,
@@ -217,7 +246,7 @@ def read_base(run_dir: Path) -> dict[str, float]:
 
 
 def raise_to(base: dict[str, float], found: Mapping[str, Any]) -> None:
-    """Raise the counters of `base` to those that are found; what is no number is ignored."""
+    """Raise the counters of `base` to those in `found`; anything but a number is ignored."""
     for name in ("wall_s", "params_version", *TOTALS):
         value = found.get(name)
         if isinstance(value, (int, float)) and math.isfinite(value):
@@ -233,11 +262,9 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 def read_snapshot(run_dir: Path) -> Snapshot:
     """The last snapshot that a run stored, to draw it again."""
     stored = json.loads((run_dir / SNAPSHOT_FILE).read_text(encoding="utf-8"))
-    facts = stored["facts"]
+    facts, returns = stored["facts"], stored["returns"]
     facts["run_dir"] = facts["run_dir"] and Path(facts["run_dir"])
-    returns: dict[str, Any] = {
-        name: math.nan if value is None else value for name, value in stored["returns"].items()
-    }
+    returns = {name: math.nan if value is None else value for name, value in returns.items()}
     returns["greedy_history"] = tuple(returns["greedy_history"])
     return Snapshot(
         **stored
@@ -286,3 +313,156 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value
+
+
+class TensorBoard:
+    """TensorBoard events, x axis in steps; in TensorBoard's own format, without its thread.
+
+    Its tab "Custom Scalars" is the paper's dashboard. settings: name -> value, for the tabs "Text"
+    and "HParams".
+    """
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        self._run_dir, self._settings = run_dir, settings
+        self._records: Any = None
+        self._before: tuple[int, float] | None = None  # time_ns and steps of the last write
+
+    def write(
+        self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
+    ) -> None:
+        """Append the numbers, the evaluations, and the episodes at the time of their end."""
+        if self._records is None:
+            self._open()
+        now_s, steps = time.time(), snapshot.totals["steps"]
+        then_ns, then_steps = self._before or (snapshot.facts.started_ns, 0.0)
+        self._before = (snapshot.time_ns, steps)
+        self._add(now_s, steps, numbers(snapshot))
+        for evaluation in evaluations:
+            self._add(now_s, evaluation.steps, {"eval/episodic_return": evaluation.mean})
+        greedy = episodes[episodes["stream"] == snapshot.facts.greedy_stream]
+        of_all = {"game_return": "charts/episodic_return", "steps": "charts/episodic_length"}
+        of_greedy = {"game_return": "charts/episodic_return_greedy"}
+        parts = [(episodes, of_all, _POINTS), (greedy, of_greedy, _POINTS)]
+        actors = by_actor(episodes, snapshot)
+        for actor, played in actors.items():
+            tag = {"game_return": f"{ACTORS}/episodic_return_{actor}"}
+            parts.append((played, tag, max(1, _POINTS // len(actors))))
+        for part, tags, points in parts:
+            for few in np.array_split(part, min(len(part), points)) if len(part) else ():
+                # Episodes have a time; the steps at that time are interpolated between two writes.
+                time_ns = float(few["time_ns"][-1])
+                at = np.interp(time_ns, (then_ns, snapshot.time_ns), (then_steps, steps))
+                age_s = max(0.0, (snapshot.time_ns - time_ns) / 1e9)
+                means = {tag: float(few[column].mean()) for column, tag in tags.items()}
+                self._add(now_s - age_s, float(at), means)
+        self.close()
+
+    def close(self) -> None:
+        """Write the events that are not in the file yet."""
+        if self._records is not None:
+            append_whole(self._path, self._unwritten.getvalue())
+            self._unwritten.seek(0)
+            self._unwritten.truncate()
+
+    def _open(self) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._path, self._unwritten = self._run_dir / name, io.BytesIO()
+        self._records = RecordWriter(self._unwritten)
+        self._append(file_version="brain.Event:2")
+        for summary in (self._papers_tab(), *self._settings_tabs()):
+            self._append(summary=summary)
+
+    def _add(self, wall_time_s: float, steps: float, values: Mapping[str, float]) -> None:
+        scalars = [self._summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+        self._append(wall_time_s, step=int(steps), summary=self._summary(value=scalars))
+
+    def _append(self, wall_time_s: float = 0.0, **fields: Any) -> None:
+        event = self._event(wall_time=wall_time_s or time.time(), **fields)
+        self._records.write(event.SerializeToString())
+
+    def _papers_tab(self) -> Any:
+        from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+        from tensorboard.util import tensor_util
+
+        charts = [
+            layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[tags]))
+            for title, tags in PAPERS.items()
+        ]
+        layout = layout_pb2.Layout(category=[layout_pb2.Category(title="Ape-X", chart=charts)])
+        value = self._summary.Value(
+            tag=metadata.CONFIG_SUMMARY_TAG,
+            metadata=metadata.create_summary_metadata(),
+            tensor=tensor_util.make_tensor_proto(layout.SerializeToString(), dtype=np.object_),
+        )
+        return self._summary(value=[value])
+
+    def _settings_tabs(self) -> Iterator[Any]:
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        rows = "".join(f"| {name} | {value} |\n" for name, value in self._settings.items())
+        yield text_pb("settings", f"| setting | value |\n|---|---|\n{rows}")
+        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in self._settings.items():
+            stored = start.hparams[name]
+            if isinstance(value, bool):
+                stored.bool_value = value
+            elif isinstance(value, (int, float)):
+                stored.number_value = value
+            else:
+                stored.string_value = str(value)
+        data = plugin_data_pb2.HParamsPluginData(session_start_info=start)
+        tag = metadata.SESSION_START_INFO_TAG
+        value = self._summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
+        yield self._summary(value=[value])
+
+
+class WeightsAndBiases:
+    """The numbers of metrics.jsonl in Weights & Biases; x axis in steps.
+
+    entity: the user or team; "": the one that is logged in.
+    """
+
+    def __init__(
+        self, run_dir: Path, settings: Mapping[str, Any], project: str = "zapex", entity: str = ""
+    ) -> None:
+        self._run_dir, self._settings = run_dir, settings
+        self._project, self._entity = project, entity
+        self._run: Any = None
+        with suppress(OSError):  # a full disk: `write` tries again, and its error is reported
+            self._open()
+
+    def _open(self) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity or None,
+            name=self._run_dir.name,
+            dir=str(self._run_dir),
+            config=dict(self._settings),
+        )
+
+    def write(
+        self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
+    ) -> None:
+        """Log the numbers, and the newest evaluation."""
+        if self._run is None:
+            self._open()
+        values = numbers(snapshot)
+        if len(episodes):
+            values["charts/episodic_return"] = float(episodes["game_return"].mean())
+        for actor, played in by_actor(episodes, snapshot).items():
+            values[f"{ACTORS}/episodic_return_{actor}"] = float(played["game_return"].mean())
+        if evaluations:
+            values["eval/episodic_return"] = evaluations[-1].mean
+        self._run.log(values, step=int(snapshot.totals["steps"]))
+
+    def close(self) -> None:
+        """Finish the run there."""
+        if self._run is not None:
+            self._run.finish()

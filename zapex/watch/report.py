@@ -1,11 +1,11 @@
-"""The state of a run at one moment, as data, and the two kinds of outputs for it."""
+"""The state of a run at one moment, as data; the outputs for it; and what `zapex.train` reports."""
 
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from numpy.typing import NDArray
 
@@ -13,10 +13,13 @@ from zapex.envs.games import Games
 from zapex.host.metrics import TABLES, Role
 
 TOTALS: Final[Mapping[str, Role]] = {
-    "steps": "actor", "frames": "actor", "episodes": "actor",
-    "batches": "learner", "samples": "learner",
+    "steps": "actor",
+    "frames": "actor",
+    "episodes": "actor",
+    "batches": "learner",
+    "samples": "learner",
     "inserted": "replay",
-}  # fmt: skip
+}
 """The counters of a whole run, and the role that counts each."""
 
 
@@ -26,9 +29,9 @@ class RunFacts:
 
     Attributes:
         environment, preset: as the title shows them.
-        part: which part of a run on several hosts this host runs, in words; "": all.
+        part: which part of a run on several hosts this host runs, as text; "": all.
         resume: the command that continues this run.
-        own_code: whether a wrapper, the network or the loss is code of the user's.
+        own_code: whether a wrapper, the network or the loss is the user's code.
         cores: how many the run may use.
         streams: environment streams of all actors together; an actor has `envs_per_actor` of them.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
@@ -38,7 +41,7 @@ class RunFacts:
         max_wall_s, max_frames: limits of the run, earlier sessions included; 0 is no limit.
         base: wall_s and TOTALS at the checkpoint that the run continues from; 0 if missing.
         references: name -> return of the lines to compare with ("random", "human").
-        watched: these are shown by another process than the run's, which Ctrl-C does not end.
+        watched: another process shows the run, so Ctrl-C does not end it.
     """
 
     environment: str
@@ -112,6 +115,8 @@ class Returns:
 
 @dataclass(frozen=True)
 class Note:
+    """A message to the user. number: counts the messages of a run, from 1."""
+
     number: int
     wall_s: float
     text: str
@@ -146,24 +151,109 @@ class Snapshot:
     inference: dict[str, float] = field(default_factory=dict)
 
     def role(self, role: Role) -> RoleView | None:
+        """The processes of a role; None: the run has no such role."""
         return next((view for view in self.roles if view.role == role), None)
 
     @property
     def best_evaluation(self) -> Evaluation | None:
+        """The evaluation with the highest mean; None: there is none yet."""
         return max(self.evaluations, key=lambda e: e.mean, default=None)
 
 
 class View(Protocol):
     """Shows the newest snapshot to a person."""
 
-    def show(self, snapshot: Snapshot) -> None: ...
-    def close(self) -> None: ...
+    def show(self, snapshot: Snapshot) -> None:
+        """Show it in place of the last one."""
+
+    def close(self) -> None:
+        """Free what the view holds, such as the terminal."""
 
 
 class Recorder(Protocol):
-    """Stores snapshots; `episodes` (dtype EPISODE) and `evaluations` are new since the last."""
+    """Stores snapshots."""
 
     def write(
         self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
-    ) -> None: ...
-    def close(self) -> None: ...
+    ) -> None:
+        """Store it. episodes (dtype EPISODE), evaluations: those since the last call."""
+
+    def close(self) -> None:
+        """Store what is left."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of a run at one moment, for the `on_report` of `zapex.train`.
+
+    Attributes:
+        run_dir: directory of the run.
+        wall_s: seconds of the run, earlier sessions included.
+        steps, frames, episodes, batches: counted since the run's start.
+        steps_per_s, batches_per_s: means over the last seconds.
+        mean_return: of the last 100 episodes of all streams; NaN before the first.
+        greedy_return: of the last 10 episodes of the stream with the lowest epsilon; NaN before.
+        last_return, best_return: mean returns of the last and the best evaluation; None before.
+        loss, q_values: of the last batch; 0 before the first.
+    """
+
+    run_dir: Path
+    wall_s: float
+    steps: int
+    frames: int
+    episodes: int
+    batches: int
+    steps_per_s: float
+    batches_per_s: float
+    mean_return: float
+    greedy_return: float
+    last_return: float | None
+    best_return: float | None
+    loss: float
+    q_values: float
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Self:
+        """The report of a snapshot."""
+        totals, rates, best = snapshot.totals, snapshot.rates, snapshot.best_evaluation
+        return cls(
+            run_dir=snapshot.facts.run_dir or Path(),
+            wall_s=snapshot.wall_s,
+            steps=int(totals["steps"]),
+            frames=int(totals["frames"]),
+            episodes=int(totals["episodes"]),
+            batches=int(totals["batches"]),
+            steps_per_s=rates["steps"],
+            batches_per_s=rates["batches"],
+            mean_return=snapshot.returns.all_mean,
+            greedy_return=snapshot.returns.greedy_mean,
+            last_return=snapshot.evaluations[-1].mean if snapshot.evaluations else None,
+            best_return=best.mean if best is not None else None,
+            loss=snapshot.learner.get("loss", 0.0),
+            q_values=snapshot.learner.get("q_mean", 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run of `zapex.train` ended.
+
+    Attributes:
+        run_dir: directory of the run: `zapex.load_policy` takes it.
+        best_return, last_return: mean returns of the best and the last evaluation; None if there
+            was none (`eval_period_s` sets how often).
+        steps: steps of all environments since the run's start.
+        reason: why it ended, in words.
+    """
+
+    run_dir: Path
+    best_return: float | None
+    last_return: float | None
+    steps: int
+    reason: str
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, reason: str) -> Self:
+        """The result of a run whose last state this is."""
+        last = Report.of(snapshot)
+        return cls(last.run_dir, last.best_return, last.last_return, last.steps, reason)

@@ -1,33 +1,40 @@
-"""The runs of a directory: which there are, what each does, and its headline numbers."""
+"""The runs of a directory: which there are, what each does, and a live view of one."""
 
+import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
 from zapex.machine.disk import is_locked
-from zapex.watch.recorders import RESULT_FILE, SNAPSHOT_FILE, read_snapshot
-from zapex.watch.report import Snapshot
-from zapex.watch.screen import clock, count, number
+from zapex.watch.recorders import RESULT_FILE, SNAPSHOT_FILE, WATCHED_FILE, read_snapshot
+from zapex.watch.report import Note, Snapshot, View
+from zapex.watch.terminal import clock, count, in_columns, number
 
 LOCK_FILE: Final = ".lock"  # the kernel frees the lock with its process; the file stays
 SETTINGS_FILE: Final = "config.toml"
-RUNS: Final = "runs"  # where runs are that were given no directory
+RUNS: Final = "runs"
+"""Where runs without a --run-dir are."""
 _WIDE: Final = 110
+_LOOK_S: Final = 0.25
+_TOUCH_S: Final = 1.5
+_LOCK_S: Final = 1.0  # between two looks at the lock
+_SILENT_S: Final = 15.0  # a run writes a snapshot at least every five seconds
 
 
 @dataclass(frozen=True)
 class Known:
     """A run as its directory shows it.
 
-    state: "running", "starting" (no numbers yet), "ended", or "broken off": killed, or of a machine
-    that failed. snapshot: the last one stored. reason: why it ended, in words.
+    state: "running", "starting" (no numbers yet), "ended", or "broken off": killed, or its machine
+    failed. snapshot: the last one stored. reason: why it ended, in words.
     """
 
     path: Path
@@ -40,12 +47,15 @@ def look(run_dir: Path) -> Known:
     """What a run does now. A file that cannot be read counts as missing."""
     held = is_locked(run_dir / LOCK_FILE)
     snapshot = stored_snapshot(run_dir)
+    final = snapshot is not None and snapshot.final
     if held:
-        going = snapshot is not None and not snapshot.final
-        return Known(run_dir, "running" if going else "starting", snapshot)
-    if snapshot is not None and snapshot.final:
-        return Known(run_dir, "ended", snapshot, _reason(run_dir))
-    return Known(run_dir, "broken off", snapshot)
+        return Known(run_dir, "starting" if snapshot is None or final else "running", snapshot)
+    if not final:
+        return Known(run_dir, "broken off", snapshot)
+    reason = ""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        reason = str(json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))["reason"])
+    return Known(run_dir, "ended", snapshot, reason)
 
 
 def stored_snapshot(run_dir: Path) -> Snapshot | None:
@@ -54,14 +64,6 @@ def stored_snapshot(run_dir: Path) -> Snapshot | None:
         return read_snapshot(run_dir)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _reason(run_dir: Path) -> str:
-    try:
-        found = json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
-        return str(found["reason"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""
 
 
 def training_process(run_dir: Path) -> int:
@@ -74,14 +76,11 @@ def training_process(run_dir: Path) -> int:
         opened = [Path(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     except (OSError, ValueError):
         return 0
-    return pid if any(_is_same(path, lock) for path in opened) else 0
-
-
-def _is_same(opened: Path, file: Path) -> bool:
-    try:
-        return opened.samefile(file)
-    except OSError:  # it has just been closed
-        return False
+    for path in opened:
+        with suppress(OSError):  # it has just been closed
+            if path.samefile(lock):
+                return pid
+    return 0
 
 
 def runs_in(directory: Path) -> list[Path]:
@@ -96,10 +95,8 @@ def runs_in(directory: Path) -> list[Path]:
 def _written_s(run_dir: Path) -> float:
     times = [0.0]
     for name in (SNAPSHOT_FILE, SETTINGS_FILE):
-        try:
+        with suppress(OSError):
             times.append((run_dir / name).stat().st_mtime)
-        except OSError:
-            continue
     return max(times)
 
 
@@ -116,9 +113,9 @@ def find(text: str) -> Path:
     there = runs_in(directory)
     if not there:
         near = [path.name for path in (*runs_in(Path(RUNS)), *runs_in(directory.parent))]
-        mend = did_you_mean(directory.name, near) if text else ""
+        hint = did_you_mean(directory.name, near) if text else ""
         raise ConfigError(
-            f"{directory} is not a run, and there is none in it{mend}; `zapex runs` lists those in "
+            f"{directory} is not a run, and contains none{hint}; `zapex runs` lists those in "
             f"{RUNS}, and `zapex train` starts one"
         )
     running = (path for path in there if is_locked(path / LOCK_FILE))
@@ -129,45 +126,27 @@ def table(known: Sequence[Known], width: int) -> list[str]:
     """Lines of text: a head and one for each run. The name comes last and is never cut."""
     rows = [["state", "frames", "time", "return", "best", "environment", "run"]]
     for one in known:
-        game = one.snapshot.facts.environment if one.snapshot is not None else ""
-        rows.append([one.state, *_headline(one.snapshot), game, str(one.path)])
+        numbers, game = ["-"] * 4, ""
+        if (shot := one.snapshot) is not None:
+            returns, best = shot.returns, shot.best_evaluation
+            now = returns.all_mean if math.isnan(returns.greedy_mean) else returns.greedy_mean
+            numbers = [count(shot.totals["frames"]), clock(shot.wall_s), number(now)]
+            numbers.append("-" if best is None else number(best.mean))
+            game = shot.facts.environment
+        rows.append([one.state, *numbers, game, str(one.path)])
     if width < _WIDE:
         rows = [[*row[:-2], row[-1]] for row in rows]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [_row(row, sizes) for row in rows]
-
-
-def _row(row: Sequence[str], sizes: Sequence[int]) -> str:
-    *cells, name = row
-    texts = [
-        cell.rjust(size) if 1 <= i <= 4 else cell.ljust(size)
-        for i, (cell, size) in enumerate(zip(cells, sizes, strict=False))
-    ]
-    return "  ".join([*texts, name])
-
-
-def _headline(snapshot: Snapshot | None) -> tuple[str, str, str, str]:
-    """Frames, time, the return now, the best evaluation."""
-    if snapshot is None:
-        return "-", "-", "-", "-"
-    returns, best = snapshot.returns, snapshot.best_evaluation
-    now = returns.all_mean if math.isnan(returns.greedy_mean) else returns.greedy_mean
-    return (
-        count(snapshot.totals["frames"]),
-        clock(snapshot.wall_s),
-        number(now),
-        number(best.mean) if best is not None else "-",
-    )
+    return in_columns(rows, right=range(1, 5))
 
 
 def described(known: Sequence[Known]) -> list[dict[str, Any]]:
     """The same as facts, for JSON; None where a number is not known."""
     facts = []
     for one in known:
-        shot = one.snapshot
+        shot, written = one.snapshot, time.localtime(_written_s(one.path))
         best = shot.best_evaluation if shot is not None else None
         means = (shot.returns.all_mean, shot.returns.greedy_mean) if shot is not None else ()
-        known_means = [None if math.isnan(x) else x for x in means] or [None, None]
+        all_mean, greedy_mean = [None if math.isnan(x) else x for x in means] or [None, None]
         facts.append(
             {
                 "run": str(one.path),
@@ -176,13 +155,76 @@ def described(known: Sequence[Known]) -> list[dict[str, Any]]:
                 "environment": shot.facts.environment if shot is not None else None,
                 "frames": shot.totals["frames"] if shot is not None else None,
                 "wall_s": shot.wall_s if shot is not None else None,
-                "return_all": known_means[0],
-                "return_greedy": known_means[1],
+                "return_all": all_mean,
+                "return_greedy": greedy_mean,
                 "best": best.mean if best is not None else None,
                 "last": shot.evaluations[-1].mean if shot is not None and best else None,
-                "written": time.strftime(
-                    "%Y-%m-%dT%H:%M:%S%z", time.localtime(_written_s(one.path))
-                ),
+                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z", written),
             }
         )
     return facts
+
+
+class Attached:
+    """Shows a run of another process, on any host that sees its directory, in `view`.
+
+    with Attached(run_dir, view) as attached:
+        while attached.look():
+            attached.wait()
+    """
+
+    def __init__(
+        self, run_dir: Path, view: View, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run_dir, self._view, self._clock_s = run_dir, view, clock_s
+        self._touched_s = self._locked_s = -math.inf
+        self._stamp = (0, 0)
+        self._news_s = self._noted_s = clock_s()
+        self._held = True
+        self.snapshot: Snapshot | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._view.close()
+
+    def wait(self) -> None:
+        """Sleep until the next look is due."""
+        time.sleep(_LOOK_S)
+
+    def look(self) -> bool:
+        """Ask for snapshots, and show a new one. Returns whether the run is being trained."""
+        now_s = self._clock_s()
+        if now_s - self._touched_s >= _TOUCH_S:
+            self._touched_s = now_s
+            with suppress(OSError):  # another user's run: it writes a snapshot every five seconds
+                (self._run_dir / WATCHED_FILE).touch()
+        if now_s - self._locked_s >= _LOCK_S:
+            self._locked_s = now_s
+            self._held = is_locked(self._run_dir / LOCK_FILE)
+        if self._is_new():
+            self.snapshot = stored_snapshot(self._run_dir) or self.snapshot
+            self._news_s = now_s
+            self._show()
+        elif self._held and min(now_s - self._news_s - _SILENT_S, now_s - self._noted_s - 1) > 0:
+            self._noted_s = now_s
+            self._show(f"the run has written nothing for {now_s - self._news_s:.0f} s")
+        return self._held
+
+    def _is_new(self) -> bool:
+        try:
+            found = (self._run_dir / SNAPSHOT_FILE).stat()
+        except OSError:
+            return False
+        before, self._stamp = self._stamp, (found.st_mtime_ns, found.st_ino)
+        return before != self._stamp
+
+    def _show(self, note: str = "") -> None:
+        if (shot := self.snapshot) is None:
+            return
+        facts, messages = dataclasses.replace(shot.facts, watched=True), shot.messages
+        if note:
+            last = messages[-1].number if messages else 0
+            messages = (*messages, Note(last, shot.wall_s, note))
+        self._view.show(dataclasses.replace(shot, facts=facts, messages=messages))

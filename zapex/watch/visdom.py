@@ -1,167 +1,89 @@
-"""The paper's dashboard in Visdom, by its HTTP interface: scores of actors, memory, Q loss.
+"""The paper's dashboard in Visdom: scores of actors, transitions in memory, Q loss."""
 
-A thread sends, so that a server that hangs delays nobody. Each message has all points of a window,
-so that a server that was started anew has the whole picture again.
-"""
-
-import http.client
 import json
-import math
-import queue
-import threading
-import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any
 
 from numpy.typing import NDArray
 
 from zapex.errors import ConfigError, PeerError
-from zapex.watch.dashboards import by_actor
-from zapex.watch.recorders import numbers, read_metrics
-from zapex.watch.report import Evaluation, Snapshot
+from zapex.watch.recorders import PAPERS, by_actor, numbers, read_metrics
+from zapex.watch.report import Snapshot
 
-_DEADLINE_S: Final = 5.0
-_POINTS: Final = 512  # of a line; beyond that, neighbours are averaged
-_ANSWER_BYTES: Final = 1 << 20
-_LINES: Final = {
-    "transitions in memory": {"replay/live": "transitions"},
-    "Q loss": {"losses/td_loss": "TD loss"},
+_TIMEOUT_S = 5.0
+_POINTS = 512  # of a line; at twice as many, every second one is left out
+_SCORES, _MEMORY, _LOSS = PAPERS
+_LINES = {
+    "charts/episodic_return_last100": (_SCORES, "mean of all"),
+    "replay/live": (_MEMORY, "transitions"),
+    "losses/td_loss": (_LOSS, "TD loss"),
 }
-_SCORES: Final = "score of every actor"
-_MEAN: Final = "mean of all"
-
-
-class _Line:
-    """Points of a line, evenly thinned: x in steps."""
-
-    def __init__(self) -> None:
-        self.x: list[float] = []
-        self.y: list[float] = []
-        self._each = 1  # how many values make one point
-        self._waiting: list[tuple[float, float]] = []
-
-    def add(self, x: float, y: float) -> None:
-        self._waiting.append((x, y))
-        if len(self._waiting) < self._each:
-            return
-        xs, ys = zip(*self._waiting, strict=True)
-        self._waiting.clear()
-        self.x.append(sum(xs) / len(xs))
-        self.y.append(sum(ys) / len(ys))
-        if len(self.x) == 2 * _POINTS:
-            self.x = [(a + b) / 2 for a, b in zip(self.x[::2], self.x[1::2], strict=True)]
-            self.y = [(a + b) / 2 for a, b in zip(self.y[::2], self.y[1::2], strict=True)]
-            self._each *= 2
+_LAYOUT = {"xaxis": {"title": "steps"}, "legend": {"orientation": "h", "y": -0.25}}
 
 
 class Visdom:
-    """A recorder. The environment in Visdom is named as the run's directory.
-
-    url: of the server, for example http://localhost:8097. A resumed run goes on with what
-    metrics.jsonl has; the scores of single actors begin anew.
-    """
+    """A recorder. A thread sends all points of the run, so a restarted server shows all of it."""
 
     def __init__(self, run_dir: Path, url: str) -> None:
         self._url, self._name = url.rstrip("/"), run_dir.name
-        self._windows: dict[str, dict[str, _Line]] = {}
-        for line in read_metrics(run_dir):
-            if line.get("kind") in ("metrics", "final"):
-                self._take(line.get("steps", 0.0), line)
-        self._newest: queue.Queue[list[dict[str, Any]] | None] = queue.Queue(1)
-        self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._send_all, name="visdom", daemon=True)
-        self._thread.start()
+        self._windows: dict[str, dict[str, dict[str, Any]]] = {}
+        for line in read_metrics(run_dir):  # of a run that is resumed
+            self._add(line.get("steps", 0.0), {_LINES[t]: line[t] for t in line.keys() & _LINES})
+        self._pool, self._sent = ThreadPoolExecutor(1), Future[str]()
+        self._sent.set_result("")
 
-    def write(
-        self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
-    ) -> None:
-        """Hand the windows to the thread. Raises PeerError for the last message's failure."""
-        steps = snapshot.totals["steps"]
-        self._take(steps, numbers(snapshot))
-        for actor, played in by_actor(episodes, snapshot).items():
-            self._line(_SCORES, f"actor {actor}").add(steps, float(played["game_return"].mean()))
-        titles = [title for title in (_SCORES, *_LINES) if title in self._windows]
-        self._hand_over([self._message(title) for title in titles])
-        if self._problem is not None:
-            raise self._problem
+    def _add(self, steps: float, values: Mapping[tuple[str, str], float]) -> None:
+        for (window, name), value in values.items():
+            new = {"name": name, "type": "scatter", "mode": "lines", "x": [], "y": []}
+            line = self._windows.setdefault(window, {}).setdefault(name, new)
+            for points, point in ((line["x"], steps), (line["y"], value)):
+                points.append(point)
+                if len(points) == 2 * _POINTS:
+                    del points[1::2]
+
+    def write(self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: object) -> None:
+        """Send, unless a message is under way. Raises PeerError if the one before failed."""
+        found, actors = numbers(snapshot), by_actor(episodes, snapshot).items()
+        scores = {(_SCORES, f"actor {i}"): float(x["game_return"].mean()) for i, x in actors}
+        values = {_LINES[tag]: found[tag] for tag in found.keys() & _LINES}
+        self._add(snapshot.totals["steps"], values | scores)
+        if self._sent.done():
+            before, self._sent = self._sent, self._pool.submit(_post, self._url, *self._messages())
+            before.result()
+
+    def _messages(self) -> Iterator[tuple[str, str]]:
+        for title, lines in self._windows.items():
+            window = {"eid": self._name, "win": title, "layout": _LAYOUT, "opts": {"title": title}}
+            yield "events", json.dumps({**window, "data": list(lines.values())})
 
     def close(self) -> None:
-        """Wait until the last message is sent, for at most two deadlines."""
-        with suppress(queue.Full):  # the server hangs
-            self._newest.put(None, timeout=_DEADLINE_S)
-            self._thread.join(_DEADLINE_S)
-
-    def _take(self, steps: float, values: Mapping[str, Any]) -> None:
-        wanted = {**_LINES, _SCORES: {"charts/episodic_return_last100": _MEAN}}
-        for title, lines in wanted.items():
-            for tag, name in lines.items():
-                value = values.get(tag)
-                if isinstance(value, float) and math.isfinite(value):
-                    self._line(title, name).add(steps, value)
-
-    def _line(self, title: str, name: str) -> _Line:
-        return self._windows.setdefault(title, {}).setdefault(name, _Line())
-
-    def _message(self, title: str) -> dict[str, Any]:
-        data = [
-            {"x": line.x[:], "y": line.y[:], "name": name, "type": "scatter", "mode": "lines"}
-            for name, line in self._windows[title].items()
-        ]
-        # The window has the title, and beside the lines there is no room for names.
-        layout = {
-            "xaxis": {"title": "steps"},
-            "margin": {"l": 50, "r": 15, "t": 25, "b": 40},
-            "showlegend": len(data) > 1,
-            "legend": {"orientation": "h", "y": -0.25},
-        }
-        message = {"eid": self._name, "win": title, "data": data, "layout": layout}
-        return {**message, "opts": {"title": title}}
-
-    def _hand_over(self, messages: list[dict[str, Any]]) -> None:
-        """In the place of older ones that still wait: these have all of their points."""
-        with suppress(queue.Empty):
-            self._newest.get_nowait()
-        self._newest.put_nowait(messages)
-
-    def _send_all(self) -> None:
-        while (messages := self._newest.get()) is not None:
-            try:
-                for message in messages:
-                    post(self._url, "events", message)
-            except PeerError as error:
-                self._problem = error
-            else:
-                self._problem = None
+        """Send the last points; a server that hangs takes at most two timeouts."""
+        self._pool.submit(_post, self._url, *self._messages())
+        self._pool.shutdown()
 
 
-def post(url: str, endpoint: str, message: Mapping[str, Any]) -> str:
-    """Send JSON, and return the answer. Raises PeerError within seconds."""
-    body = json.dumps(message, allow_nan=False).encode()
-    request = urllib.request.Request(f"{url}/{endpoint}", body)
+def _post(url: str, *messages: tuple[str, str]) -> str:
+    """Send JSON to endpoints; returns the last answer. Raises PeerError within seconds."""
+    answer = b""
     try:
-        with urllib.request.urlopen(request, timeout=_DEADLINE_S) as answer:
-            return str(answer.read(_ANSWER_BYTES).decode(errors="replace"))
-    except (OSError, http.client.HTTPException) as error:
-        why = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise PeerError(f"no answer from Visdom at {url}: {why}") from None
+        for endpoint, text in messages:
+            with urllib.request.urlopen(f"{url}/{endpoint}", text.encode(), _TIMEOUT_S) as response:
+                answer = response.read(1 << 20)
+    except (OSError, HTTPException) as error:
+        raise PeerError(f"no answer from Visdom at {url}: {error}") from None
+    return answer.decode(errors="replace")
 
 
 def check(url: str) -> None:
     """Raises ConfigError if no Visdom answers at this address."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"--visdom must be like http://localhost:8097, got {url!r}")
-    mend = "start one with `python -m visdom.server`, or leave --visdom out"
+    hint = "start one with `python -m visdom.server`, or leave --visdom out"
     try:
-        answer = post(url.rstrip("/"), "env_state", {})
-        environments = json.loads(answer)
-    except PeerError as error:
-        raise ConfigError(f"--visdom: {error}; {mend}") from None
-    except ValueError:
-        environments = None
-    if not isinstance(environments, list):
-        raise ConfigError(f"--visdom: what answers at {url} is no Visdom server; {mend}")
+        found = json.loads(_post(url.rstrip("/"), ("env_state", "{}")))
+    except (PeerError, ValueError) as error:  # ValueError: no URL, or no JSON
+        raise ConfigError(f"--visdom {url}: {error}; {hint}") from None
+    if not isinstance(found, list):
+        raise ConfigError(f"--visdom {url}: this is not a Visdom server; {hint}")
