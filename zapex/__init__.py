@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from zapex.chunks.schema import Column, Schema
     from zapex.cli.from_python import TrainConfig, train
     from zapex.cli.saved import SavedPolicy, load_policy
-    from zapex.clusters.launched import launch
+    from zapex.clusters.placement import launch
     from zapex.library.connect import connect
     from zapex.library.prioritized import PrioritizedReplay
     from zapex.library.writer import Writer
@@ -62,7 +62,7 @@ _HOMES = {
     "TrainConfig": "cli.from_python",
     "Writer": "library.writer",
     "connect": "library.connect",
-    "launch": "clusters.launched",
+    "launch": "clusters.placement",
     "load_policy": "cli.saved",
     "train": "cli.from_python",
 }

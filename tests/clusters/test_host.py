@@ -1,4 +1,4 @@
-"""One placed host: what it starts, whom it waits for, when it ends."""
+"""One placed host: what it starts, what it waits for, when it ends."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_learners_end_is_the_runs_and_a_host_that_comes_later_ends_at_once(home: Path) -> None:
+def test_the_learners_end_ends_the_run_also_for_later_hosts(home: Path) -> None:
     (home / "replay.url").write_text("tcp://127.0.0.1:1\n")
     assert Placed(home, "learner").ends() == 0
     assert (home / "over").exists()
@@ -66,11 +66,9 @@ def test_the_learners_end_is_the_runs_and_a_host_that_comes_later_ends_at_once(h
     assert "the run is over" in late.output.read_text()
 
 
-def test_the_command_knows_how_many_cores_it_was_given(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_gets_its_number_of_cores(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = home / "cores.txt"
-    (home / "sitecustomize.py").write_text(  # every Python runs it first
+    (home / "sitecustomize.py").write_text(  # runs first in every Python
         f"import os\nprint(os.environ.get('ZAPEX_CORES', 'none'), file=open({str(said)!r}, 'a'))\n"
     )
     monkeypatch.setitem(VARIABLES, "PYTHONPATH", f"{home}:{VARIABLES['PYTHONPATH']}")
@@ -79,7 +77,7 @@ def test_the_command_knows_how_many_cores_it_was_given(
     assert said.read_text().split() == ["none", "3"]
 
 
-def test_a_mistake_in_the_settings_is_not_tried_again(home: Path) -> None:
+def test_a_mistake_in_the_settings_is_not_retried(home: Path) -> None:
     (home / "replay.url").write_text("tcp://127.0.0.1:1\n")
     placed = Placed(home, "wrong")
     assert placed.ends() == 2
@@ -87,20 +85,20 @@ def test_a_mistake_in_the_settings_is_not_tried_again(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_follow_the_replay_and_its_end_is_asked_for_by_signals(home: Path) -> None:
+def test_hosts_follow_a_replay_that_is_requeued_elsewhere(home: Path) -> None:
     actor = Placed(home, "actor")
     actor.wait_to_say("waiting for the replay's host to write")
     replay = Placed(home, "replay", "touch", str(home / "again"))
     log = home / "logs" / "actor-0.log"
     actor.wait_for(lambda: log.exists() and "frames" in log.read_text(), "frames")
-    # The replay's host is asked to save and to be started again: elsewhere, so with a new port.
+    # SIGUSR1: save, and ask to be started again; elsewhere, so with a new port.
     replay.popen.send_signal(signal.SIGUSR1)
     assert replay.ends() == 143
     assert (home / "again").exists()
     before = (home / "replay.url").read_text()
     replay = Placed(home, "replay")
     replay.wait_for(lambda: (home / "replay.url").read_text() != before, "another address")
-    actor.wait_to_say("joining there")
+    actor.wait_to_say("rejoining there")
     url = (home / "replay.url").read_text().strip()
     actor.wait_to_say(f"zapex actor --replay {url}")
     for placed in (actor, replay):

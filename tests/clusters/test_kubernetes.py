@@ -1,4 +1,4 @@
-"""Kubernetes without a cluster: objects against schemas of the API, kubectl's answers in words."""
+"""Kubernetes without a cluster: objects against the API's schemas, and kubectl's answers."""
 
 import base64
 import json
@@ -14,8 +14,7 @@ from tests.support.containers import Pod
 from tests.support.parts import free_port
 from zapex.clusters import kubernetes as adapter
 from zapex.clusters.kubernetes import VERSIONS, Kubernetes
-from zapex.clusters.launched import Launched, launch, make_directory
-from zapex.clusters.placement import place
+from zapex.clusters.placement import Launched, launch, make_directory, place
 from zapex.errors import ConfigError
 
 RUN = '[env]\nenv = "CartPole-v1"\n[run]\npreset = "smoke"\n[kubernetes]\nimage = "zapex:1"\n'
@@ -34,20 +33,20 @@ def made(table: str = "") -> Kubernetes:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_object_is_as_the_api_wants_it(table: str, version: str) -> None:
+def test_every_object_fits_the_apis_schema(table: str, version: str) -> None:
     objects = made(table).objects(None)
     assert {one["kind"] for one in objects} >= {"Secret", "Service", "StatefulSet", "Job"}
     for one in objects:
         kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_a_dry_run_notices_an_object_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_TAKEN_AWAY", {"typ": "DisruptionTarget"})
-    with pytest.raises(ConfigError, match=r"\[kubernetes\] Job zapex-n-learner is not of API 1"):
+def test_a_dry_run_checks_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_FAILURE_RULES", [{"act": "Ignore"}])
+    with pytest.raises(ConfigError, match=r"\[kubernetes\] Job zapex-n-learner .* API 1"):
         made().text()
 
 
-def test_each_shard_has_an_address_that_stays_and_knows_its_number() -> None:
+def test_each_shard_has_a_stable_address_and_its_number() -> None:
     objects = {
         (one["kind"], one["metadata"]["name"]): one for one in made("shards = 2").objects(None)
     }
@@ -72,7 +71,7 @@ def pods(table: str = "") -> dict[str, Any]:
     }
 
 
-def test_no_pod_is_root_and_each_has_its_own_key_limits_and_probes() -> None:
+def test_pods_are_confined_and_have_their_own_key_limits_and_probes() -> None:
     found = pods(TABLES["all settings"])
     for role, pod in found.items():
         assert pod["securityContext"]["runAsNonRoot"]
@@ -90,14 +89,14 @@ def test_no_pod_is_root_and_each_has_its_own_key_limits_and_probes() -> None:
 
 
 class Kubectl:
-    """Stands in for kubectl: notes what it is given, and answers from a table."""
+    """A fake kubectl: records its input, and answers from a table."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[str, ...], str]] = []
         self.items: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
 
-    def __call__(self, *words: str, given: str = "", wait_s: float = 0) -> str:
+    def __call__(self, *words: str, given: str = "", timeout_s: float = 0) -> str:
         self.calls.append((words, given))
         items = self.events if "events" in words else self.items
         return json.dumps({"items": items}) if words[1] == "get" else "log"
@@ -143,10 +142,9 @@ def an_object(kind: str, role: str, **more: Any) -> dict[str, Any]:
     return {"kind": kind, "metadata": metadata, "spec": {}, **more}
 
 
-def test_what_kubernetes_says_of_a_pod_that_waits_is_passed_on(kubectl: Kubectl) -> None:
-    unscheduled = {
-        "type": "PodScheduled", "status": "False", "message": "0/3 nodes: 3 Insufficient cpu."
-    }  # fmt: skip
+def test_a_waiting_pod_has_kubernetes_own_reason(kubectl: Kubectl) -> None:
+    reason = "0/3 nodes: 3 Insufficient cpu."
+    unscheduled = {"type": "PodScheduled", "status": "False", "message": reason}
     pull = {"reason": "ImagePullBackOff", "message": "not found"}
     kubectl.items = [
         an_object("Pod", "replay", status={"phase": "Pending", "conditions": [unscheduled]}),
@@ -159,10 +157,9 @@ def test_what_kubernetes_says_of_a_pod_that_waits_is_passed_on(kubectl: Kubectl)
     ]  # fmt: skip
     kubectl.events = [{"message": "pods is forbidden: exceeded quota: cpu"}]
     states = {host.role: host for host in made().states({})}
-    assert states["replay"].why == "0/3 nodes: 3 Insufficient cpu."
-    assert (states["learner"].state, states["learner"].why) == (
-        "pending", "ImagePullBackOff: not found"
-    )  # fmt: skip
+    assert states["replay"].why == reason
+    assert states["learner"].state == "pending"
+    assert states["learner"].why == "ImagePullBackOff: not found"
     assert states["actor"].why == "pods is forbidden: exceeded quota: cpu"
     kubectl.items = []
     assert made().states({}) == []
@@ -170,13 +167,12 @@ def test_what_kubernetes_says_of_a_pod_that_waits_is_passed_on(kubectl: Kubectl)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_containers_own_command_runs_here_answers_its_probe_and_ends_when_it_is_killed(
+def test_a_containers_command_runs_answers_its_probe_and_ends_on_sigterm(
     tmp_path: Path,
 ) -> None:
     """The init container's script and the container's command, with the paths of this machine."""
-    placement = place(
-        "kubernetes", "n", tmp_path / "launch", RUN + f"port = {free_port()}\n"
-    )  # fmt: skip
+    table = f"port = {free_port()}\n"
+    placement = place("kubernetes", "n", tmp_path / "launch", RUN + table)
     make_directory(placement)
     pod = Pod(tmp_path / "pod", Kubernetes(placement), "replay")
     pod.prepare()
@@ -190,7 +186,7 @@ def test_the_containers_own_command_runs_here_answers_its_probe_and_ends_when_it
             assert time.monotonic() < deadline_s, pod.output
             assert host.poll() is None, pod.output
             time.sleep(0.5)
-        while "listening at" not in pod.output:  # what the command says is passed on
+        while "listening at" not in pod.output:  # the command's output is passed on
             assert time.monotonic() < deadline_s, pod.output
             time.sleep(0.1)
         host.send_signal(signal.SIGTERM)

@@ -82,7 +82,7 @@ def test_cartpole_is_solved_on_three_nodes_of_which_one_is_killed(
     cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from zapex.clusters.launched import settings_of
+    from zapex.clusters.placement import settings_of
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     file, directory = tmp_path / "run.toml", tmp_path / "launch"
@@ -122,7 +122,7 @@ def test_without_rays_head_a_run_goes_on_for_a_while_and_attach_says_what_is_los
     cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from zapex.clusters.launched import settings_of
+    from zapex.clusters.placement import settings_of
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     file, directory = tmp_path / "run.toml", tmp_path / "launch"
@@ -156,7 +156,7 @@ def test_ray_places_a_run_that_outlives_a_node_and_whoever_launched_it(
     cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from zapex.clusters.launched import settings_of
+    from zapex.clusters.placement import settings_of
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     file, directory = tmp_path / "run.toml", tmp_path / "launch"

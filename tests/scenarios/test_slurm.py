@@ -36,7 +36,7 @@ def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_slurm_places_a_run_and_requeued_jobs_lose_nothing_that_was_acknowledged(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zapex.clusters import launched
+    from zapex.clusters import placement as launched
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(launched.Launched.wait_for_start, "__defaults__", (5.0,))
@@ -88,7 +88,7 @@ def test_slurm_places_a_run_and_requeued_jobs_lose_nothing_that_was_acknowledged
 def test_what_slurm_has_no_room_for_is_said_with_its_reason_and_stop_takes_it_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zapex.clusters import launched
+    from zapex.clusters import placement as launched
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(launched.Launched.wait_for_start, "__defaults__", (3.0,))

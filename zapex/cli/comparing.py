@@ -33,7 +33,7 @@ class _PlotOptions:
         if self.out and Path(self.out).suffix not in _PICTURES:
             raise ConfigError(f"--out must end in {', '.join(_PICTURES)}, got {self.out!r}")
         if self.out and not Path(self.out).parent.is_dir():
-            raise ConfigError(f"--out {self.out} lies in a directory that does not exist")
+            raise ConfigError(f"--out {self.out} is in a directory that does not exist")
 
 
 def plot(args: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Flags and settings files: text in, values or one clear line out."""
+"""Flags and settings files: text in, values or one clear error out."""
 
 import ast
 import dataclasses
@@ -9,7 +9,7 @@ import shutil
 import textwrap
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,13 +24,17 @@ Flags = Mapping[str, tuple[Any, ...]]  # field -> its types; a Literal's are its
 HELP = {"-h": "help", "--help": "help", "--help-all": "help_all"}
 ALIASES = {"env_id": "env", "learning_rate": "lr", "optimizer": "optimiser"}
 _METAVARS = {
-    int: "COUNT", float: "NUMBER", str: "TEXT", dict: "KEY=VALUE ...", list: "MODULE:NAME",
-}  # fmt: skip
+    int: "COUNT",
+    float: "NUMBER",
+    str: "TEXT",
+    dict: "KEY=VALUE ...",
+    list: "MODULE:NAME",
+}
 _COLUMN = 30  # where help texts begin
 
 
 def flags_of(*kinds: type) -> dict[str, tuple[Any, ...]]:
-    """The flags of dataclasses of options."""
+    """The flags of dataclasses of options: field -> its types."""
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     return {
         name: (origin,)
@@ -40,10 +44,17 @@ def flags_of(*kinds: type) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def read(args: Sequence[str], known: Flags, command: str, positional: str = "") -> dict[str, Any]:
-    """Values by field out of the words of a command line; of equal flags the last one counts.
+def read(
+    args: Sequence[str], known: Flags, command: str, positional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Values by field from the words of a command line; of equal flags the last one counts.
 
-    positional: the field that a word without a flag sets; a tuple takes all such words.
+    Args:
+        args: the words.
+        known: the flags.
+        command: for messages.
+        positional: fields that words without a flag set, in this order; a tuple takes all that
+            are left.
 
     Raises:
         ConfigError: an unknown flag (with the nearest one), or a value of another type.
@@ -58,22 +69,17 @@ def read(args: Sequence[str], known: Flags, command: str, positional: str = "") 
         switch = name.removeprefix("no_")
         if word in HELP:
             values[HELP[word]] = True
-        elif not word.startswith("-") and Ellipsis in known.get(positional, ()):
-            values[positional] = (*values.get(positional, ()), word)
-        elif not word.startswith("-") and positional and positional not in values:
-            values[positional] = word
+        elif not word.startswith("-"):
+            free = (one for one in positional if one not in values or Ellipsis in known[one])
+            place = next(free, "")
+            if not place:
+                raise ConfigError(_not_a_flag(word, known, command, positional, values))
+            many = Ellipsis in known[place]
+            values[place] = (*values.get(place, ()), word) if many else word
         elif bool in known.get(switch, ()) and not equals:
             values[switch] = switch == name
         elif name not in known or not word.startswith("--"):
-            if not word.startswith("-") and positional in values:
-                raise ConfigError(
-                    f"{head!r} is not a flag of `zapex {command}`, and its {flag_of(positional)} "
-                    f"is given already: {values[positional]!r}"
-                )
-            near = did_you_mean(head, map(flag_of, known)) if word.startswith("-") else ""
-            raise ConfigError(
-                f"{head!r} is not a flag of `zapex {command}`{near or '; --help lists them'}"
-            )
+            raise ConfigError(_not_a_flag(head, known, command))
         else:
             table = dict in known[name]
             following = [text] if equals else []
@@ -86,6 +92,21 @@ def read(args: Sequence[str], known: Flags, command: str, positional: str = "") 
             value = _value(name, known[name], following)
             values[name] = [*values.get(name, ()), value] if list in known[name] else value
     return values
+
+
+def _not_a_flag(
+    word: str,
+    known: Flags,
+    command: str,
+    positional: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+) -> str:
+    text = f"{word!r} is not a flag of `zapex {command}`"
+    if positional and values is not None:
+        last = positional[-1]
+        return f"{text}, and {flag_of(last)} is given already: {values[last]!r}"
+    near = did_you_mean(word, map(flag_of, known)) if word.startswith("-") else ""
+    return text + (near or "; --help lists them")
 
 
 def _value(name: str, kinds: tuple[Any, ...], words: list[str]) -> Any:
@@ -106,31 +127,34 @@ def _value(name: str, kinds: tuple[Any, ...], words: list[str]) -> Any:
         raise ConfigError(f"{flag_of(name)} must be {what}, got {text!r}") from None
 
 
-def parse(
-    default: T,
-    args: list[str],
-    command: str,
-    what: str,
-    positional: str = "",
-    optional: bool = False,
-) -> T:
+def parse(default: T, args: Sequence[str], command: str, what: str, positional: str = "") -> T:
     """A dataclass of options: flags over the values of `default`.
 
-    positional: the field that a word without a flag sets; it must be given unless it is `optional`.
+    Args:
+        default: the options with their default values.
+        args: the words after the command.
+        command: the command, for messages.
+        what: its help.
+        positional: the fields that words without a flag set, as "role [run]": those in brackets
+            may be left out.
 
     Raises:
         ConfigError: an unknown flag (with the nearest one), or a value that cannot work.
     """
     kind: Any = type(default)
-    given = read(args, flags_of(kind), command, positional)
-    many = Ellipsis in flags_of(kind).get(positional, ())
-    name = positional.upper().removesuffix("S") + " ..." if many else positional.upper()
-    usage = f"{command} {f'[{name}]' if optional else name}".rstrip()
+    known = flags_of(kind)
+    places = positional.replace("[", "").replace("]", "").split()
+    given = read(args, known, command, places)
+    shown = positional.upper()
+    if places and Ellipsis in known[places[-1]]:
+        shown = shown.removesuffix("S") + " ..."
+    usage = f"{command} {shown}".rstrip()
     if given.keys() & HELP.values():
         show_help(usage, what, vars(default), [kind])
-    if positional and not optional and positional not in given:
-        needed = "file" if positional == "file" else "directory"
-        raise ConfigError(f"`zapex {command}` needs a {needed}: zapex {usage}")
+    for place in places:
+        if place not in given and f"[{place}]" not in positional:
+            needed = place if place in ("file", "role") else "directory"
+            raise ConfigError(f"`zapex {command}` needs a {needed}: zapex {usage}")
     return dataclasses.replace(default, **given)  # type: ignore[type-var]
 
 
@@ -141,19 +165,24 @@ def show_help(
     kinds: Sequence[type],
     first: Sequence[str] = (),
 ) -> NoReturn:
-    """Print a command's flags with the values that they have here, and end the command.
+    """Print a command's help, with the values that its flags have here, and end the command.
 
-    first: the flags to show; none: all, with a heading for each of `kinds`.
+    Args:
+        usage: the command with its words.
+        what: what it does.
+        values: of the flags.
+        kinds: dataclasses of flags; each is a group, whose docstring is the heading.
+        first: the flags to show; none: all.
     """
     width = min(100, shutil.get_terminal_size().columns)
     known = flags_of(*kinds)
     texts = {name: text for kind in kinds for name, text in _texts(kind).items()}
-    groups = {"Flags, with their values here:": first}
+    groups: dict[str, Iterable[str]] = {"Options": first}
     if not first:
-        groups = {(kind.__doc__ or "").partition("\n")[0]: list(flags_of(kind)) for kind in kinds}
-    print(f"zapex {usage} [flags]", textwrap.fill(what, width), sep="\n\n")
+        groups = {(kind.__doc__ or "").partition(".")[0]: flags_of(kind) for kind in kinds}
+    print(textwrap.fill(what, width), f"\nUsage: zapex {usage} [OPTIONS]", sep="\n")
     for heading, names in groups.items():
-        print("", heading, sep="\n")
+        print("", f"{heading}:", sep="\n")
         for name in names:
             value = _shown(values.get(name))
             text = texts[name] + (f" [{value}]" if value else "")
@@ -161,19 +190,16 @@ def show_help(
             if len(left) > _COLUMN:
                 print(left.rstrip())
                 left = ""
-            indent = " " * _COLUMN
-            print(
-                textwrap.fill(
-                    text, width, initial_indent=left + indent[len(left) :], subsequent_indent=indent
-                )
-            )
+            start = left.ljust(_COLUMN)
+            print(textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * _COLUMN))
     if first:
-        print(f"\n`zapex {usage.split(maxsplit=1)[0]} --help-all` shows all {len(known)} flags.")
+        name = usage.split(" [", maxsplit=1)[0]
+        print(f"\n`zapex {name} --help-all` shows all {len(known)} options.")
     raise SystemExit(0)
 
 
 def _texts(kind: type) -> dict[str, str]:
-    """Field -> the text under it."""
+    """Field -> the docstring under it."""
     texts = {}
     for owner in reversed(kind.__mro__[:-1]):
         definition = ast.parse(inspect.getsource(owner)).body[0]
@@ -186,7 +212,7 @@ def _texts(kind: type) -> dict[str, str]:
 
 
 def _usage(name: str, kinds: tuple[Any, ...]) -> str:
-    """A flag with what follows it."""
+    """A flag and its value."""
     if bool in kinds:
         return flag_of(name)
     choices = "|".join(kind for kind in kinds if isinstance(kind, str))
@@ -203,7 +229,7 @@ def _shown(value: Any) -> str:
 
 
 def key_values(args: list[str]) -> dict[str, Any]:
-    """`["a=1", "b=true", "c=text"]` -> a table; values are read as JSON if possible."""
+    """`["a=1", "b=true", "c=text"]` -> a table; values are JSON if possible, else text."""
     table: dict[str, Any] = {}
     for arg in args:
         key, equals, text = arg.partition("=")
@@ -217,7 +243,7 @@ def key_values(args: list[str]) -> dict[str, Any]:
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """Settings by name out of a TOML file."""
+    """Settings by name from a TOML file. Raises ConfigError."""
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -229,7 +255,7 @@ def read_settings(path: str) -> dict[str, Any]:
         values = flatten(tables)
         for name in values:
             if FIELDS[name][1].metadata.get("invocation", False):
-                raise ConfigError(f"{name} is for the command line: give {flag_of(name)} there")
+                raise ConfigError(f"{name} belongs on the command line: give {flag_of(name)} there")
         merged(vars(Config()), values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -237,9 +263,9 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 def check_outputs(json: str, figure: str) -> None:
-    """Raise ConfigError for values of --json and --figure that cannot be written; "" is none."""
+    """Raise ConfigError if --json or --figure name a file that cannot be written; "": none."""
     if figure and not figure.endswith(".png"):
         raise ConfigError(f"--figure must end in .png, got {figure}")
     for flag, file in (("--json", json), ("--figure", figure)):
         if not Path(file).parent.is_dir():
-            raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
+            raise ConfigError(f"{flag} {file} is in a directory that does not exist")

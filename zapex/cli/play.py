@@ -65,7 +65,7 @@ class _EvalOptions:
             raise ConfigError("--terminal and --render show the same games: give one of them")
         for flag, file in (("--json", self.json), ("--video", self.video)):
             if not Path(file).parent.is_dir():
-                raise ConfigError(f"{flag} {file} lies in a directory that does not exist")
+                raise ConfigError(f"{flag} {file} is in a directory that does not exist")
 
 
 @dataclass(frozen=True)

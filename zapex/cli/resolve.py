@@ -91,7 +91,7 @@ def resolve(
     """
     kinds = (options, *SECTIONS.values())
     args, balanced = actors_auto(args) if "actor" in part.roles else (args, False)
-    given = read(args, flags_of(*kinds), command, "env")
+    given = read(args, flags_of(*kinds), command, ["env"])
     help_wanted = [name for name in HELP.values() if given.pop(name, False)]
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
     layers, spec, machine = _layered(given, more, command, part, balanced, not help_wanted)

@@ -129,7 +129,7 @@ class _ExportOptions:
         if not self.onnx.endswith(".onnx"):
             raise ConfigError(f"--onnx must be a file that ends in .onnx, got {self.onnx!r}")
         if not Path(self.onnx).parent.is_dir():
-            raise ConfigError(f"--onnx {self.onnx} lies in a directory that does not exist")
+            raise ConfigError(f"--onnx {self.onnx} is in a directory that does not exist")
 
 
 def command(args: list[str]) -> int:

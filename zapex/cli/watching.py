@@ -30,7 +30,7 @@ class _RunsOptions:
 def runs(args: list[str]) -> int:
     """List the runs of a directory, the one written last first."""
     what = "List runs: what each does, its frames and time, its return now and its best evaluation."
-    options = parse(_RunsOptions(), args, "runs", what, "directory", optional=True)
+    options = parse(_RunsOptions(), args, "runs", what, "[directory]")
     directory = Path(options.directory)
     if not directory.is_dir():
         raise ConfigError(
@@ -69,7 +69,7 @@ class _WatchOptions:
 def watch(args: list[str]) -> int:
     """Show a run until it ends, or until Ctrl-C, which does not end it."""
     what = "Show a run that goes on, or how one ended. Ctrl-C ends the view and never the run."
-    options = parse(_WatchOptions(), args, "watch", what, "run", optional=True)
+    options = parse(_WatchOptions(), args, "watch", what, "[run]")
     from zapex.watch import runs as known
 
     run_dir = known.find(options.run)

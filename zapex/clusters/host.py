@@ -1,12 +1,12 @@
-"""One placed host: runs the ordinary command as a child, for as long as the run lasts.
+"""One placed host: runs the ordinary command as a child until the run is over.
 
-    python -m zapex.clusters.host HOME ROLE INDEX [COMMAND ...]
+    python -m zapex.clusters.host HOME ROLE INDEX [REQUEUE ...]
 
-HOME is a directory of mode 0700 with run.toml, launch.json and keys/; what is started here comes
-from launch.json. The replay's host writes its address to HOME/replay.url (shard 1 to replay-1.url,
-and so on), the others wait for it and follow it when the replay is placed elsewhere. SIGTERM ends
-the child, which saves. SIGUSR1 does too, and then COMMAND asks the scheduler to start this host
-again.
+HOME is a directory of mode 0700 with run.toml, launch.json and keys/; launch.json says what is
+started here. The replay's host writes its address to HOME/replay.url (shard 1 to replay-1.url, and
+so on); the others wait for it, and rejoin when the replay is placed elsewhere. SIGTERM ends the
+child, which saves. So does SIGUSR1, after which the command REQUEUE asks the scheduler to start
+this host again.
 """
 
 import json
@@ -28,149 +28,146 @@ from zapex.run.supervisor import Died, Exited, GaveUp, ProcessSpec, Supervisor, 
 
 SETTINGS, FACTS, KEYS = "run.toml", "launch.json", "keys"
 URL, OVER = "replay.url", "over"
+GRACE_S = 60.0
+"""For a child to save and end, unless launch.json says otherwise."""
 _POLL_S = 0.5
-GRACE_S = 60.0  # for a child to save and end; launch.json may say more
 _REMINDER_S = 30.0
-_AGAIN_S = 60.0
-_FAREWELL_S = 60.0  # hosts learn from the replay that the run is over; this is only if they do not
-_STOPPED = 128 + signal.SIGTERM
-_NO_SUCH_SETTINGS = 2  # the exit code of a mistake that no other start would mend
+_REQUEUE_S = 60.0
+_END_S = 60.0  # hosts learn from the replay that the run is over; this is for those that do not
+_BAD_SETTINGS = 2  # the exit code of a mistake that no restart fixes
 
 
 class PlacedHost:
     """See the module's docstring."""
 
-    def __init__(self, home: Path, role: str, index: int, again: Sequence[str] = ()) -> None:
-        self.home, self.role, self.index, self.again = home, role, index, again
+    def __init__(self, home: Path, role: str, index: int, requeue: Sequence[str] = ()) -> None:
+        self.home, self.role, self.index, self.requeue = home, role, index, requeue
         self.facts = facts_of(home)
-        self.runs = Path(self.facts.get("runs") or home)
         self.log = home / "logs" / f"{role}-{index}.log"
-        self.asked_again = False
-        self._lives = self._read = 0
-        self._name = self._url = ""
-        self._moves = False  # the replay has another address
-        self._remind_s = 0.0
+        self.over = home / OVER
         self._port = int(self.facts.get("port") or 0)
+        self._requeuing = False  # since a SIGUSR1
+        self._starts = self._echoed = 0
+        self._child = self._url = ""  # the child's name, and the replay's address that it has
+        self._remind_s = 0.0
 
     def run(self) -> int:
         """Until the run is over (0), a signal (143), or an error that stays (1 or 2)."""
         self.log.parent.mkdir(mode=0o700, exist_ok=True)
-        signal.signal(signal.SIGUSR1, self._ask_again)
-        code = self._live()
-        while self._moves:
-            code = self._live()
-        if self.asked_again and self.again:
-            _tell(f"saved before the time limit; {' '.join(self.again)}")
-            subprocess.run(self.again, timeout=_AGAIN_S, check=False)
+        signal.signal(signal.SIGUSR1, self._on_sigusr1)
+        moved = True
+        while moved:
+            code, moved = self._run_child()
+        if self._requeuing and self.requeue:
+            _report(f"saved before the time limit; {' '.join(self.requeue)}")
+            subprocess.run(self.requeue, timeout=_REQUEUE_S, check=False)
         if code is None:
-            return 0 if self._is_over() else _STOPPED
+            return 0 if self.over.exists() else 128 + signal.SIGTERM
         if code == 0 and self.role == self.facts["ends"]:
-            replace_whole(self.home / OVER, [b"the learner's command has ended\n"])
+            replace_whole(self.over, [b"the learner's command has ended\n"])
         return code
 
-    def _live(self) -> int | None:
-        """One life, with one address of the replay: an exit code, or None if it was ended."""
-        self._name, self._moves, code = "", False, None
+    def _on_sigusr1(self, number: int, frame: Any) -> None:
+        self._requeuing = True
+
+    def _run_child(self) -> tuple[int | None, bool]:
+        """Run the child for one address of the replay.
+
+        Returns:
+            An exit code, or None after a signal; and whether the replay has moved.
+        """
+        self._child, code, moved = "", None, False
         with Supervisor() as supervisor:
             supervisor.install_signal_handlers()
-            while code is None and supervisor.stop_signal is None:
-                code = self._look(supervisor)
+            while code is None and supervisor.stop_signal is None and not self._requeuing:
+                code = self._poll(supervisor)
                 self._echo()
-                if self.asked_again or self._moves:
+                if moved := code is None and self._has_moved():
+                    _report(f"the replay is at {self._replay_url()} now: rejoining there")
                     break
             for event in supervisor.shutdown(self.facts.get("grace_s", GRACE_S)):
-                _tell(str(event))
-            self._moves = self._moves and supervisor.stop_signal is None
+                _report(str(event))
+            moved = moved and supervisor.stop_signal is None
         self._echo()
-        return code
+        return code, moved
 
-    def _ask_again(self, number: int, frame: Any) -> None:
-        self.asked_again = True
-
-    def _is_over(self) -> bool:
-        return (self.home / OVER).exists()
-
-    def _look(self, supervisor: Supervisor) -> int | None:
-        """One round; an exit code ends the host."""
-        if not self._name:
-            if self._is_over():
+    def _poll(self, supervisor: Supervisor) -> int | None:
+        """Start the child once the replay has an address, then watch it. Returns an exit code."""
+        if not self._child:
+            if self.over.exists():
                 return self._end(supervisor)
-            url = self._listen() if self.role == "replay" else self._published()
+            url = self._listen() if self.role == "replay" else self._replay_url()
             if url:
                 self._start(supervisor, url)
             elif time.monotonic() >= self._remind_s:
                 self._remind_s = time.monotonic() + _REMINDER_S
-                _tell(f"waiting for the replay's host to write {self.home / URL}")
+                _report(f"waiting for the replay's host to write {self.home / URL}")
         for event in supervisor.poll(_POLL_S):
-            _tell(str(event))
-            if isinstance(event, Died) and event.how == status_in_words(_NO_SUCH_SETTINGS):
-                return _NO_SUCH_SETTINGS
+            _report(str(event))
+            if isinstance(event, Died) and event.how == status_in_words(_BAD_SETTINGS):
+                return _BAD_SETTINGS
             if isinstance(event, GaveUp):
                 return 1
             if isinstance(event, Exited):
                 return self._end(supervisor)
-        if self._name and self._moved():
-            _tell(f"the replay is at {self._published()} now: joining there")
-            self._moves = True
-        return 0 if self._is_over() and self._told_late() else None
-
-    def _told_late(self) -> bool:
-        """The run was over a while ago, and the child still runs."""
-        return time.time() - (self.home / OVER).stat().st_mtime > _FAREWELL_S
+        overdue = self.over.exists() and time.time() - self.over.stat().st_mtime > _END_S
+        return 0 if overdue else None
 
     def _end(self, supervisor: Supervisor) -> int:
-        """The run is over. A scheduler that starts again whatever ends must not start it again."""
-        _tell("the run is over")
+        """The run is over. Some schedulers restart whatever ends; there the replay's host waits."""
+        _report("the run is over")
         if self.facts.get("stays") == self.role:
-            _tell("this host waits to be stopped")
-            replace_whole(self.home / OVER, [b"the replay's command has ended\n"])
+            _report("this host waits to be stopped")
+            replace_whole(self.over, [b"the replay's command has ended\n"])
             while supervisor.stop_signal is None:
                 supervisor.poll(_REMINDER_S)
                 self._echo()
         return 0
 
     def _start(self, supervisor: Supervisor, url: str) -> None:
-        self._url, self._lives = url, self._lives + 1
-        self._name = f"{self.role} {self.index}" + (f" ({self._lives})" if self._lives > 1 else "")
-        own = {"url": url, "home": self.home, "run": self.runs / f"{self.role}-{self.index}"}
-        own["index"] = self.index
-        words = [word.format(**own) for word in self.facts["commands"][self.role]]
-        argv = [sys.executable, "-P", "-m", "zapex.cli.as_child", self._name, ".", *words]
+        self._url, self._starts = url, self._starts + 1
+        again = f" ({self._starts})" if self._starts > 1 else ""
+        self._child = f"{self.role} {self.index}{again}"
+        run_dir = Path(self.facts.get("runs") or self.home) / f"{self.role}-{self.index}"
+        filled = {"url": url, "home": self.home, "run": run_dir, "index": self.index}
+        words = [word.format(**filled) for word in self.facts["commands"][self.role]]
+        argv = [sys.executable, "-P", "-m", "zapex.cli.as_child", self._child, ".", *words]
         cores = self.facts.get("cores", {}).get(self.role)
         env = {CORES_VARIABLE: str(cores)} if cores else {}
         supervisor.start(
-            ProcessSpec(name=self._name, argv=argv, log_path=self.log, restart=True, env=env)
+            ProcessSpec(name=self._child, argv=argv, log_path=self.log, restart=True, env=env)
         )
-        _tell(f"zapex {' '.join(words)}")
+        _report(f"zapex {' '.join(words)}")
 
-    def _published(self) -> str:
+    def _replay_url(self) -> str:
         return str(self.facts.get("url") or published(self.home, self.facts))
 
-    def _moved(self) -> bool:
-        return self.role != "replay" and self._published() not in ("", self._url)
+    def _has_moved(self) -> bool:
+        started = bool(self._child) and self.role != "replay"
+        return started and self._replay_url() not in ("", self._url)
 
     def _listen(self) -> str:
+        """Publish the address of this replay. Returns where it listens."""
         if not self._port:
             with socket.create_server(("", 0)) as probe:
                 self._port = int(probe.getsockname()[1])
         if not self.facts.get("url"):
             host = self.facts.get("advertise") or socket.gethostname()
-            replace_whole(
-                self.home / url_name(self.index), [f"tcp://{host}:{self._port}\n".encode()]
-            )
+            text = f"tcp://{host}:{self._port}\n"
+            replace_whole(self.home / url_name(self.index), [text.encode()])
         return f"tcp://0.0.0.0:{self._port}"
 
     def _echo(self) -> None:
-        """Print what the child has printed, where the scheduler keeps what this process prints."""
+        """Print the child's output if the scheduler keeps what this process prints."""
         if not self.facts.get("echo"):
             return
         try:
             with self.log.open("rb") as file:
-                file.seek(self._read)
+                file.seek(self._echoed)
                 text = file.read()
         except OSError:
             return
-        self._read += len(text)
+        self._echoed += len(text)
         sys.stdout.write(text.decode(errors="replace"))
         sys.stdout.flush()
 
@@ -199,14 +196,14 @@ def facts_of(home: Path) -> dict[str, Any]:
         raise ConfigError(f"{home} is not a launched run: {error}") from None
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(f"zapex host: {text}", flush=True)
 
 
 def main(args: Sequence[str]) -> int:
-    """HOME ROLE INDEX [COMMAND ...]; the exit code."""
+    """HOME ROLE INDEX [REQUEUE ...]; returns the exit code."""
     os.umask(0o077)
-    # Otherwise it keeps its name: SLURM's proctrack/linuxproc finds none with a space in it.
+    # A host without a supervisor keeps its name: SLURM's proctrack/linuxproc needs it as it is.
     if PARENT_VARIABLE in os.environ:
         child_setup(f"host of {args[1]} {args[2]}")
     return PlacedHost(Path(args[0]), args[1], int(args[2]), args[3:]).run()

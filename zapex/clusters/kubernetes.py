@@ -1,7 +1,7 @@
 """Kubernetes: a StatefulSet for the replay, indexed Jobs for learner and actors, Secrets for keys.
 
-A Job makes a lost pod again, and `--resume auto` goes on from the learner's volume. The objects are
-JSON, which kubectl takes as YAML; keys go to kubectl through a pipe, and never into a command line.
+A Job replaces a lost pod, and `--resume auto` continues from the learner's volume. The objects are
+JSON, which kubectl takes as YAML; keys go to kubectl through a pipe, never on a command line.
 """
 
 import base64
@@ -13,23 +13,38 @@ from pathlib import Path
 from typing import Any
 
 from zapex.clusters.host import FACTS, KEYS, OVER, SETTINGS
-from zapex.clusters.placement import Group, Host, Placement, tool
+from zapex.clusters.placement import KEY_OF, Group, Host, Placement, tool
 from zapex.errors import ConfigError
 from zapex.net.addresses import DEFAULT_PORT
 
-VERSIONS = ("1.29", "1.33")  # of the API: the objects are checked against both
+VERSIONS = ("1.29", "1.33")
+"""Versions of the API that the objects are checked against."""
 _HOME, _RUNS = "/zapex/home", "/runs"
-_KEYS_OF = {"replay": "replay", "learner": "learner", "actor": "relay"}
 _USER = 1000
 _INDEX, _POD = "batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"
 _ROLE = "app.kubernetes.io/component"
 _LIST = {"apiVersion": "v1", "kind": "List"}
-_TAKEN_AWAY = {"type": "DisruptionTarget", "status": "True"}
-_MISTAKE = {"operator": "In", "values": [2]}  # settings that cannot work
+_CONFINED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+_POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
+    "fsGroup": _USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_FAILURE_RULES: list[Any] = [
+    # A pod that the cluster evicts has not failed; settings that cannot work always fail.
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},
+]
 
 
 class Kubernetes:
-    """The objects of one placement; see Adapter."""
+    """The objects of one placement; see Scheduler."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement, self.table = placement, placement.table
@@ -38,7 +53,7 @@ class Kubernetes:
         self.chosen = f"--selector=app.kubernetes.io/instance={self.name}"
 
     def objects(self, keys: Path | None) -> list[dict[str, Any]]:
-        """Every object; keys: their directory, or None for a look at the rest."""
+        """Every object. keys: the directory of the keys; None: without them."""
         place = f"{self.name}-replay.{self.table.namespace}.svc:{self.port}"
         urls = [f"tcp://{self.name}-replay-{i}.{place}" for i in range(self.table.shards)]
         facts = self.placement.facts(
@@ -49,37 +64,48 @@ class Kubernetes:
         return [config, *(one for group in self.placement.groups for one in self._of(group, keys))]
 
     def _of(self, group: Group, keys: Path | None) -> list[dict[str, Any]]:
+        """The objects of a group of hosts."""
         role = group.name
-        made = [self._secret(role, keys)]
+        objects = [self._secret(role, keys)]
+        spec: dict[str, Any]
         if role == "replay":
-            ports = [{"name": "zapex", "port": self.port}]
-            service = {"clusterIP": "None", "publishNotReadyAddresses": True, "ports": ports}
-            service |= {"selector": self._labels(role)}
-            made.append(self._object("v1", "Service", role, spec=service))
-            spec = {"serviceName": f"{self.name}-{role}", "replicas": group.hosts}
-            chosen = {"matchLabels": self._labels(role)}
-            spec |= {"selector": chosen, "podManagementPolicy": "Parallel"}
             kind, version = "StatefulSet", "apps/v1"
+            service = {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,
+                "ports": [{"name": "zapex", "port": self.port}],
+                "selector": self._labels(role),
+            }
+            objects.append(self._object("v1", "Service", role, spec=service))
+            spec = {
+                "serviceName": f"{self.name}-{role}",
+                "replicas": group.hosts,
+                "selector": {"matchLabels": self._labels(role)},
+                "podManagementPolicy": "Parallel",
+            }
         else:
-            # A pod that the cluster takes away is no failure; settings that cannot work always are.
-            rules: list[Any] = [{"action": "Ignore", "onPodConditions": [_TAKEN_AWAY]}]
-            rules += [{"action": "FailJob", "onExitCodes": _MISTAKE}]
-            spec = {"completionMode": "Indexed", "completions": group.hosts}
-            spec |= {"parallelism": group.hosts, "backoffLimit": 1000}
-            spec |= {"podFailurePolicy": {"rules": rules}}
             kind, version = "Job", "batch/v1"
+            spec = {
+                "completionMode": "Indexed",
+                "completions": group.hosts,
+                "parallelism": group.hosts,
+                "backoffLimit": 1000,
+                "podFailurePolicy": {"rules": _FAILURE_RULES},
+            }
         if group.part.learns:
-            size = {"requests": {"storage": f"{self.table.storage_gb}Gi"}}
-            claim = {"accessModes": ["ReadWriteOnce"], "resources": size}
-            kept = {**claim, "storageClassName": self.table.storage_class or None}
-            made.append(self._object("v1", "PersistentVolumeClaim", "runs", spec=kept))
+            claim = {
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": f"{self.table.storage_gb}Gi"}},
+                "storageClassName": self.table.storage_class or None,
+            }
+            objects.append(self._object("v1", "PersistentVolumeClaim", "runs", spec=claim))
         pod = {"metadata": {"labels": self._labels(role)}, "spec": self._pod(group, kind)}
-        return [*made, self._object(version, kind, role, spec={**spec, "template": pod})]
+        return [*objects, self._object(version, kind, role, spec={**spec, "template": pod})]
 
     def _secret(self, role: str, keys: Path | None) -> dict[str, Any]:
-        """A role's own key, and the public ones."""
-        names = f"{_KEYS_OF[role]}.key", "public.json"
-        texts = {n: (keys / n).read_bytes() if keys else b"made at submission" for n in names}
+        """A role's own key and the public keys."""
+        names = f"{KEY_OF[role]}.key", "public.json"
+        texts = {n: (keys / n).read_bytes() if keys else b"created at submission" for n in names}
         data = {name: base64.b64encode(text).decode() for name, text in texts.items()}
         return self._object("v1", "Secret", f"{role}-keys", data=data)
 
@@ -101,7 +127,7 @@ class Kubernetes:
             **same,
             **self._probes(role),
         }
-        # The files of a Secret belong to root: keys must be those of the user who reads them.
+        # The files of a Secret belong to root, and a key's owner must be the user that reads it.
         prepare = (
             f"install -d -m 700 {_HOME} {_HOME}/{KEYS} && "
             f"install -m 600 /keys/* {_HOME}/{KEYS}/ && install -m 600 /settings/* {_HOME}/"
@@ -109,7 +135,7 @@ class Kubernetes:
         mounts = _mounts(home="/zapex", keys="/keys", settings="/settings")
         first = {"name": "keys", "command": ["sh", "-c", prepare], "volumeMounts": mounts, **same}
         claim = {"persistentVolumeClaim": {"claimName": f"{self.name}-runs"}}
-        # zapex's own shared memory is in memfds, which the limit of memory counts.
+        # zapex's shared memory is in memfds, which count towards the memory limit.
         volumes: dict[str, dict[str, Any]] = {
             "home": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
             "runs": claim if group.part.learns else {"emptyDir": {}},
@@ -122,23 +148,20 @@ class Kubernetes:
             "automountServiceAccountToken": False,
             "restartPolicy": "Always" if is_set else "Never",
             "terminationGracePeriodSeconds": int(self.placement.grace_s) + 30,
-            "securityContext": {
-                "runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": _POD_SECURITY,
             "initContainers": [first],
             "containers": [host],
             "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
-        }  # fmt: skip
+        }
 
     def _probes(self, role: str) -> dict[str, Any]:
-        """They ask the role: what has it written last, and does the replay's socket answer?"""
+        """Checks that the role has written its snapshot, and that the replay's socket answers."""
         ask = f"python -P -m zapex status --probe {_RUNS}/{role}-$INDEX"
         ask += f" --replay tcp://127.0.0.1:{self.port}" if role == "replay" else ""
         command = ["sh", "-c", f"[ -e {_HOME}/{OVER} ] || exec {ask}"]
         probe = {"exec": {"command": command}, "timeoutSeconds": 20, "periodSeconds": 30}
         probes: dict[str, Any] = {"livenessProbe": {**probe, "failureThreshold": 4}}
-        if role == "replay":  # kernels are compiled at the first start
+        if role == "replay":  # the first start compiles kernels
             probes["startupProbe"] = {**probe, "periodSeconds": 5, "failureThreshold": 120}
             probes["readinessProbe"] = probe
         return probes
@@ -158,16 +181,16 @@ class Kubernetes:
         return json.dumps({**_LIST, "items": objects}, indent=2) + "\n"
 
     def submit(self) -> dict[str, Any]:
-        """kubectl create; what is there already refuses."""
+        """kubectl create, which refuses what exists already."""
         given = json.dumps({**_LIST, "items": self.objects(self.placement.directory / KEYS)})
         self._kubectl("create", "--filename=-", given=given)
         return {"namespace": self.table.namespace, "instance": self.name}
 
     def states(self, ids: Mapping[str, Any]) -> list[Host]:
-        """Pods, and what their controllers say of pods that they could not make."""
+        """Pods, and the controllers' reasons for those that they could not create."""
         what = "pods,jobs,statefulsets"
         found = json.loads(self._kubectl("get", what, self.chosen, "--output=json"))["items"]
-        # A Job keeps its former pods: of one place the newest counts.
+        # A Job keeps its former pods: the newest of each index counts.
         made = [_host_of(one) for one in found if one["kind"] == "Pod"]
         hosts = {(h.role, h.index): h for h in sorted(made, key=lambda host: -host.waited_s)}
         for role in (one["metadata"]["labels"][_ROLE] for one in found if one["kind"] != "Pod"):
@@ -178,7 +201,7 @@ class Kubernetes:
         return [hosts[place] for place in sorted(hosts)]
 
     def _refused(self, role: str) -> str:
-        """Why no pod was made: a quota, an admission rule. "": none was refused."""
+        """Why no pod was created, e.g. a quota; "": none was refused."""
         chosen = f"involvedObject.name={self.name}-{role},type=Warning"
         words = "get", "events", f"--field-selector={chosen}", "--output=json"
         events = json.loads(self._kubectl(*words))["items"]
@@ -191,23 +214,17 @@ class Kubernetes:
         return self._kubectl("logs", chosen, "--max-log-requests=50", *how)
 
     def stop(self, ids: Mapping[str, Any], grace_s: float) -> None:
-        """The learner's pod ends first and saves; then all objects go, but the learner's volume."""
-        learner = next(group.name for group in self.placement.groups if group.part.learns)
+        """Delete the learner, which saves first, then all other objects except its volume."""
+        learner = self.placement.learner.name
         first = f"{'statefulset' if learner == 'replay' else 'job'}/{self.name}-{learner}"
         how = ("--ignore-not-found", "--cascade=foreground", f"--timeout={grace_s:g}s")
-        self._kubectl("delete", first, *how, wait_s=grace_s + 30)
+        self._kubectl("delete", first, *how, timeout_s=grace_s + 30)
         kinds = "jobs,statefulsets,services,configmaps,secrets"
-        self._kubectl("delete", kinds, self.chosen, *how, wait_s=grace_s + 30)
+        self._kubectl("delete", kinds, self.chosen, *how, timeout_s=grace_s + 30)
 
-    def _kubectl(self, *words: str, given: str = "", wait_s: float = 60.0) -> str:
+    def _kubectl(self, *words: str, given: str = "", timeout_s: float = 60.0) -> str:
         space = f"--namespace={self.table.namespace}"
-        return tool("kubectl", *words, space, given=given, wait_s=wait_s)
-
-
-_CONFINED = {
-    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}  # fmt: skip
+        return tool("kubectl", *words, space, given=given, timeout_s=timeout_s)
 
 
 def _mounts(**paths: str) -> list[dict[str, str]]:
@@ -215,22 +232,22 @@ def _mounts(**paths: str) -> list[dict[str, str]]:
 
 
 def _validate(objects: list[dict[str, Any]]) -> None:
-    """Raise ConfigError for an object that is not as the API wants it."""
+    """Raise ConfigError for an object that does not fit the API's schema."""
     try:
         schemas = importlib.import_module("kubernetes_validate")
     except ModuleNotFoundError:
-        return  # an extra: the API server checks the same
+        return  # an extra; the API server checks the same
     for version in VERSIONS:
         for one in objects:
             try:
                 schemas.validate(one, version, strict=True)
             except schemas.ValidationError as error:
-                where = f"{one['metadata']['name']} is not of API {version}"
+                where = f"{one['metadata']['name']} does not fit API {version}"
                 raise ConfigError(f"[kubernetes] {one['kind']} {where}: {error}") from None
 
 
 def _host_of(pod: Mapping[str, Any]) -> Host:
-    """A pod in our words; why: in Kubernetes' words."""
+    """A pod as a Host, with Kubernetes' own words for why it waits."""
     labels, status = pod["metadata"]["labels"], pod.get("status", {})
     index = pod["metadata"].get("annotations", {}).get(_INDEX, labels.get(_POD, "0"))
     why = str(status.get("message", ""))

@@ -1,10 +1,12 @@
-"""SLURM: one job for the replay, one for the learner, an array of jobs for the actors' hosts.
+"""SLURM: a job for the replay, a job for the learner, and an array of jobs for the actor hosts.
 
-The jobs are independent: any number of actor hosts plays as soon as it has its place. The launch
-directory is on a file system that all nodes share. A job that is preempted, or whose node fails, or
-whose time is over, is queued again (--requeue), and `--resume auto` goes on.
+The jobs are independent: each actor host starts as soon as SLURM has room for it. The launch
+directory is on a file system that all nodes share. A job that is preempted, reaches its time limit,
+or whose node fails is queued again (--requeue), and `--resume auto` continues.
 """
 
+import contextlib
+import re
 import shlex
 import time
 from collections.abc import Iterable, Mapping
@@ -13,50 +15,51 @@ from typing import Any
 from zapex.clusters.placement import Group, Host, Placement, host_words, tool
 from zapex.errors import ConfigError, ZapexError
 
-_STATES = {
-    "PENDING": "pending", "CONFIGURING": "pending", "REQUEUED": "pending",
-    "REQUEUE_HOLD": "pending", "SUSPENDED": "pending", "RUNNING": "running",
-    "COMPLETING": "running",
-}  # fmt: skip
+_PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"}
+_RUNNING = {"RUNNING", "COMPLETING"}
 _POLL_S = 1.0
-_FIELDS = "%i|%T|%r|%N|%V"
-_LIMITS = "%Y-%m-%dT%H:%M:%S"
+_TIME = "%Y-%m-%dT%H:%M:%S"
 
 
 class Slurm:
-    """The jobs of one placement; see Adapter."""
+    """The jobs of one placement; see Scheduler."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement, self.table = placement, placement.table
 
     def script(self, group: Group) -> str:
-        """The batch script of a group's jobs."""
+        """The batch script of a group's jobs. Raises ConfigError for options of a wrong form."""
         where = self.placement.directory
         is_array = group.name == "actor" or group.hosts > 1
-        lines = {
-            "job-name": f"zapex-{self.placement.name}-{group.name}",
-            "output": where / "logs" / f"{group.name}-{'%a' if is_array else 0}.job",
-            "open-mode": "append",
-            "nodes": 1,
-            "ntasks": 1,
-            "cpus-per-task": group.cores,
-            "mem": f"{group.memory_gb}G",
-        }
-        lines |= {"array": f"0-{group.hosts - 1}"} if is_array else {}
-        lines |= {"gres": f"gpu:{group.gpus}"} if group.gpus else {}
-        lines |= {"time": self.table.minutes} if self.table.minutes else {}
-        head = [f"#SBATCH --{name}={value}" for name, value in lines.items()]
-        head += ["#SBATCH --requeue", f"#SBATCH --signal=B:USR1@{self.table.signal_s}"]
-        head += [f"#SBATCH {word}" for word in _words(self.table.options, group.options)]
-        index = '"${SLURM_ARRAY_TASK_ID:-0}"'
-        words = shlex.join(host_words(where, group.name, "INDEX")).replace("INDEX", index)
-        # Before the time limit SLURM signals the shell, whose place the host has taken.
-        run = f'exec {words} scontrol requeue "$SLURM_JOB_ID"'
-        setup = [self.table.setup] if self.table.setup else []
-        return "\n".join(["#!/bin/bash", *head, "umask 077", *setup, run, ""])
+        logs = str(where / "logs").replace("%", "%%")  # sbatch replaces %a and others in paths
+        options = [
+            f"--job-name=zapex-{self.placement.name}-{group.name}",
+            f"--output={logs}/{group.name}-{'%a' if is_array else 0}.job",
+            "--open-mode=append",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--cpus-per-task={group.cores}",
+            f"--mem={group.memory_gb}G",
+            *([f"--array=0-{group.hosts - 1}"] if is_array else []),
+            *([f"--gres=gpu:{group.gpus}"] if group.gpus else []),
+            *([f"--time={self.table.minutes}"] if self.table.minutes else []),
+            "--requeue",
+            f"--signal=B:USR1@{self.table.signal_s}",
+            *_options(self.table.options, group.options),
+        ]
+        host = shlex.join(host_words(where, group.name))
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH {sbatch_word(option)}" for option in options),
+            "umask 077",
+            *([self.table.setup] if self.table.setup else []),
+            # Before the time limit SLURM signals the shell, which `exec` makes the host.
+            f'exec {host} "${{SLURM_ARRAY_TASK_ID:-0}}" scontrol requeue "$SLURM_JOB_ID"',
+        ]
+        return "\n".join([*lines, ""])
 
     def text(self) -> str:
-        """Every script, as sbatch gets it; bash has read each."""
+        """Every script, as sbatch gets it, checked by `bash -n`."""
         scripts = []
         for group in self.placement.groups:
             script = self.script(group)
@@ -65,7 +68,7 @@ class Slurm:
         return "\n".join(scripts)
 
     def submit(self) -> dict[str, Any]:
-        """sbatch for each group; if one is refused, those before it are cancelled."""
+        """sbatch for each group; if one is refused, the earlier ones are cancelled."""
         jobs: dict[str, str] = {}
         try:
             for group in self.placement.groups:
@@ -78,62 +81,71 @@ class Slurm:
         return {"jobs": jobs}
 
     def states(self, ids: Mapping[str, Any]) -> list[Host]:
-        """squeue knows waiting, running and just ended jobs, sacct those before."""
+        """From squeue (waiting, running and recent jobs), and sacct for older ones."""
         roles = {job: role for role, job in ids["jobs"].items()}
-        rows = _queue(list(roles))
+        rows = _queue(roles)
         gone = roles.keys() - {_job(row[0]) for row in rows}
         rows += _accounted(gone) if gone else []
-        hosts = []
-        for name, state, reason, where, submitted in rows:
-            job, _, index = name.partition("_")
-            if _job(name) not in roles:
-                continue
-            plain = _STATES.get(state.split()[0], "over")
-            why = reason if plain == "pending" and reason != "None" else ""
-            hosts.append(
-                Host(
-                    roles[job], int(index) if index.isdigit() else 0, plain, where,
-                    self._explained(roles[job], why) if plain == "pending" else
-                    state.lower() if plain == "over" else "",
-                    _age(submitted),
-                )
-            )  # fmt: skip
+        hosts = [self._host(roles[_job(row[0])], *row) for row in rows if _job(row[0]) in roles]
         return sorted(hosts, key=lambda host: (host.role, host.index))
 
-    def _explained(self, role: str, reason: str) -> str:
+    def _host(
+        self, role: str, name: str, state: str, reason: str, where: str, submitted: str
+    ) -> Host:
+        index = name.partition("_")[2]
+        number, word = int(index) if index.isdigit() else 0, state.split(maxsplit=1)[0]
+        if word in _RUNNING:
+            return Host(role, number, "running", where)
+        if word not in _PENDING:
+            return Host(role, number, "over", where, state.lower())
         group = self.placement.group(role)
         asked = f"it asks for {group.cores} cores, {group.memory_gb} GiB"
         asked += f", {group.gpus} GPUs" if group.gpus else ""
-        return f"SLURM's reason is {reason or 'not given yet'}; {asked}"
+        known = "not given yet" if reason in ("", "None") else reason
+        why = f"SLURM's reason is {known}; {asked}"
+        return Host(role, number, "pending", where, why, _age_s(submitted))
 
     def log(self, ids: Mapping[str, Any], role: str, lines: int) -> str:
         """The files that the jobs write."""
-        found = sorted((self.placement.directory / "logs").glob(f"{role}-*"))
         texts = []
-        for path in found:
+        for path in sorted((self.placement.directory / "logs").glob(f"{role}-*")):
             tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
             texts.append("\n".join([f"--- {path}", *tail]))
         return "\n".join(texts)
 
     def stop(self, ids: Mapping[str, Any], grace_s: float) -> None:
-        """Jobs that wait are cancelled, those that run save and end; after `grace_s` all end."""
+        """Cancel pending jobs, let running ones save and end, and cancel the rest."""
         jobs = list(ids["jobs"].values())
-        _quietly("scancel", "--state=PENDING", *jobs)
-        _quietly("scancel", "--batch", "--signal=TERM", *jobs)
+        _scancel("--state=PENDING", *jobs)
+        _scancel("--batch", "--signal=TERM", *jobs)
         deadline_s = time.monotonic() + grace_s
         while time.monotonic() < deadline_s:
             if all(host.state == "over" for host in self.states(ids)):
                 return
             time.sleep(_POLL_S)
-        _quietly("scancel", *jobs)
+        _scancel(*jobs)
 
 
-def _words(*options: str) -> list[str]:
+def sbatch_word(text: str) -> str:
+    """One word of an #SBATCH line, quoted if need be: sbatch is no shell, but knows quotes and \\.
+
+    Raises:
+        ConfigError: a line break, which no such line can hold.
+    """
+    if "\n" in text or "\r" in text:
+        raise ConfigError(f"[slurm] an option of sbatch cannot have a line break, got {text!r}")
+    if re.fullmatch(r"[\w@%+=:,./-]+", text):
+        return text
+    return '"' + re.sub(r'(["\\#])', r"\\\1", text) + '"'
+
+
+def _options(*texts: str) -> list[str]:
+    """The words of the user's own options. Raises ConfigError."""
     try:
-        words = [word for text in options for word in shlex.split(text)]
+        words = [word for text in texts for word in shlex.split(text)]
     except ValueError as error:
-        raise ConfigError(f"[slurm] options {options} cannot be read: {error}") from None
-    wrong = next((word for word in words if not word.startswith("--") or "\n" in word), None)
+        raise ConfigError(f"[slurm] options {texts} cannot be read: {error}") from None
+    wrong = next((word for word in words if not word.startswith("--")), None)
     if wrong is not None:
         raise ConfigError(f"[slurm] options must be like --name or --name=value, got {wrong!r}")
     return words
@@ -143,52 +155,50 @@ def _check_syntax(script: str) -> None:
     try:
         tool("bash", "-n", given=script)
     except ZapexError as error:
-        raise ConfigError(f"[slurm] setup is no shell script: {error}") from None
+        raise ConfigError(f"[slurm] setup is not a valid shell script: {error}") from None
 
 
 def _job(name: str) -> str:
     return name.partition("_")[0]
 
 
-def _queue(jobs: list[str]) -> list[list[str]]:
+def _rows(text: str) -> list[list[str]]:
+    return [row for line in text.splitlines() if len(row := line.split("|")) == 5]
+
+
+def _queue(jobs: Iterable[str]) -> list[list[str]]:
+    chosen, fields = f"--jobs={','.join(jobs)}", "--format=%i|%T|%r|%N|%V"
     try:
-        said = tool(
-            "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}",
-            f"--format={_FIELDS}",
-        )  # fmt: skip
+        return _rows(tool("squeue", "--noheader", "--array", "--states=all", chosen, fields))
     except ZapexError as error:
         if "Invalid job id" in str(error):  # all ended long ago
             return []
         raise
-    return [row for line in said.splitlines() if len(row := line.split("|")) == 5]
 
 
 def _accounted(jobs: Iterable[str]) -> list[list[str]]:
-    """From sacct, where the cluster keeps accounts; else the jobs are over, and no more is said."""
-    try:
-        said = tool(
-            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(jobs)}",
-            "--format=JobID,State,Reason,NodeList,Submit",
-        )  # fmt: skip
-    except ZapexError:
-        said = ""
-    rows = [row for line in said.splitlines() if len(row := line.split("|")) == 5]
+    """From sacct, if the cluster keeps accounts; otherwise the jobs are over, reason unknown."""
+    fields = "--format=JobID,State,Reason,NodeList,Submit"
+    rows: list[list[str]] = []
+    with contextlib.suppress(ZapexError):
+        chosen = f"--jobs={','.join(jobs)}"
+        rows = _rows(tool("sacct", "--noheader", "--parsable2", "--allocations", chosen, fields))
     known = {_job(row[0]) for row in rows}
     lost = "GONE from SLURM's memory; its log may say how it ended"
     return rows + [[job, lost, "", "", ""] for job in jobs if job not in known]
 
 
-def _age(submitted: str) -> float:
+def _age_s(submitted: str) -> float:
     try:
-        return max(0.0, time.time() - time.mktime(time.strptime(submitted, _LIMITS)))
+        return max(0.0, time.time() - time.mktime(time.strptime(submitted, _TIME)))
     except ValueError:
         return 0.0
 
 
-def _quietly(*words: str) -> None:
-    """A job that has ended in between is no error."""
+def _scancel(*words: str) -> None:
+    """scancel, for which a job that has ended meanwhile is no error."""
     try:
-        tool(*words)
+        tool("scancel", *words)
     except ConfigError:
         raise
     except ZapexError:
