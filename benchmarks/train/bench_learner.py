@@ -78,7 +78,7 @@ def kernels(learner: DQN, size: int) -> dict[str, tuple[int, Callable[[], object
     x = network.to_input(batch)
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "bytes to floats": (2, lambda: network.to_input(batch)),
-        "optimiser": (1, learner.optimiser.step),
+        "optimiser": (1, partial(learner.optimiser.step, torch.ones(()), torch.tensor(True))),
     }
     for name, stride in (("conv1", 4), ("conv2", 2), ("conv3", 1), ("streams", 0)):
         weight = network.leaves[f"{name}.weight"].detach()

@@ -152,18 +152,17 @@ def test_each_optimiser_is_its_closed_form(name):
 
 
 @pytest.mark.parametrize(("kind", "options"), [(CentredRMSProp, (1.5e-7, 0.95)), (Adam, (1e-8,))])
-def test_queued_steps_are_those_of_the_cpus_kernel(kind, options):
-    """The tensor operations of a GPU, run here on the CPU, against the loop."""
+def test_tensor_operations_of_an_optimiser_match_the_cpus_kernel(kind, options):
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(5, 1000, generator=generator) * 10.0 ** torch.arange(-6, 4).repeat(100)
     loop, queued = (kind(torch.ones(1000), torch.empty(1000), 0.01, *options) for _ in range(2))
+    queued._arrays = ()  # as on a GPU
     for gradient in gradients:
-        loop.gradient.copy_(gradient)
-        loop.step(scale=0.7)
-        queued.gradient.copy_(gradient)
-        queued.step_queued(torch.tensor(0.7), torch.tensor(True))
-        queued.gradient.fill_(torch.nan)
-        queued.step_queued(torch.tensor(0.7), torch.tensor(False))
+        for optimiser in (loop, queued):
+            optimiser.gradient.copy_(gradient)
+            optimiser.step(torch.tensor(0.7), torch.tensor(True))
+            optimiser.gradient.fill_(torch.nan)
+            optimiser.step(torch.tensor(0.7), torch.tensor(False))
     for name in ("parameters", "mean", "mean_square"):
         mine, other = (getattr(stepper, name) for stepper in (loop, queued))
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
@@ -261,6 +260,23 @@ def test_an_infinite_reward_stops_learning_before_it_spoils_the_parameters(loss,
     with pytest.raises(ZapexError, match="not finite after 0 batches"):
         learner.learn(batch)
     assert torch.equal(flats(learner), before)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(SHAPE, np.uint8), ((5,), np.float32)])
+def test_rows_that_cannot_be_learned_from_are_left_out(shape, dtype):
+    bad, good = (batch_of(8, shape=shape, dtype=dtype) for _ in range(2))
+    bad["reward"][[1, 4]] = np.nan, 1e30
+    if dtype == np.float32:
+        bad["obs"][5, 2] = -np.inf
+    rows = [1, 4, 5] if dtype == np.float32 else [1, 4]
+    for column in good.values():
+        column[rows] = 0
+    learner, other = (make(shape=shape, dtype=dtype, largest=2.0**32) for _ in range(2))
+    (errors, facts), (expected, _) = learner.learn(bad), other.learn(good)
+    expected[rows] = 0.0
+    np.testing.assert_allclose(errors, expected, atol=1e-5)
+    assert facts["left_out"] == len(rows)
+    torch.testing.assert_close(learner.online.flat, other.online.flat)
 
 
 def test_what_a_checkpoint_takes_goes_back_to_the_system():

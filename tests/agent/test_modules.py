@@ -184,7 +184,7 @@ def test_what_is_no_network_is_one_clear_error(name: str, says: str) -> None:
 )
 def test_what_is_no_loss_is_one_clear_error(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        losses.named_loss(f"{HERE}:{name}")
+        losses.named(f"{HERE}:{name}")
 
 
 @pytest.mark.parametrize("switches", [{}, {"dueling": False}, {"layer_norm": True, "max_pool": 3}])

@@ -150,7 +150,10 @@ def test_a_batch_gathered_for_another_memory_brings_its_chunks_along() -> None:
 class Sums:
     """In place of a DQN: the sum of each row's observations."""
 
-    def step(self, batch: Any, out: Any, enter: Any, largest: float | None) -> None:
+    def without_unusable_rows(self, batch: Any) -> Any:
+        return batch
+
+    def step(self, batch: Any, out: Any, enter: Any) -> None:
         for i, name in enumerate(("obs", "next_obs")):
             out[i] = batch[name].float().flatten(1).sum(1).sum()
 
@@ -175,7 +178,7 @@ def test_new_chunks_take_their_places_in_the_device_s_order(how: str) -> None:
         sums: Any = Sums()
         pipeline = Pipeline(
             sums, Device(queues, layout.nbytes, 2),
-            lambda block: frames.complete(split(layout, block)), None,
+            lambda block: frames.complete(split(layout, block)),
             frames.put_in_place if how == "in the device's order" else None,
         )  # fmt: skip
         batches = deque(Batch.empty(layout) for _ in range(3))

@@ -9,7 +9,7 @@ import pytest
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
 from zapex.chunks.schema import Column, Schema
-from zapex.errors import Diverged, ZapexError
+from zapex.errors import ZapexError
 from zapex.host.metrics import RoleMetrics
 from zapex.roles.learner import Learner
 from zapex.transport import Sampled
@@ -216,56 +216,6 @@ def test_a_checkpoint_is_saved_when_it_is_due_and_at_the_end() -> None:
     rig.learner.close()
     assert rig.checkpointer.saved == [1, 1]
     assert rig.metrics.pid == 0
-
-
-class StrictDqn(FakeDqn):
-    """As DQN: it refuses a batch with a number that is not finite or too large to be squared."""
-
-    def learn(self, batch: Batch, phase: Any) -> Any:
-        with np.errstate(over="ignore"):
-            if not np.isfinite(batch.reward**2).all() or not np.isfinite(batch.obs).all():
-                raise Diverged("the loss is not finite")
-        return super().learn(batch, phase)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("reward", np.nan), ("reward", np.inf), ("reward", 1e30), ("obs", -np.inf), ("obs", np.nan)],
-)
-def test_a_row_that_cannot_be_learned_from_is_left_out_and_reported_once(
-    column: str, value: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rig = Rig()
-    dqn: Any = StrictDqn()
-    batch = Batch.empty(LAYOUT)
-    learner = Learner(
-        dqn, rig.source, FakeSink(), [batch], rig.metrics, rig.checkpointer,
-        prefetch=3, publish_period_s=1.0, clock_s=lambda: rig.now_s,
-    )  # fmt: skip
-    for _ in range(2):
-        batch[column][2] = value
-        rig.source.there = 1
-        assert learner.do_work() == 1
-    assert [priorities for _, priorities in rig.source.updates] == [[-3, 1, 0, 0], [-6, 2, 0, 0]]
-    assert batch.weights[2] == 0
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "1 sampled rows so far had numbers that are not finite" in told
-
-
-def test_a_learner_that_has_diverged_is_not_taken_for_a_bad_row() -> None:
-    rig = Rig()
-    tries = []
-
-    def diverged(batch: Batch, phase: Any) -> Any:
-        tries.append(batch)
-        raise Diverged("the loss is not finite")
-
-    rig.dqn.learn = diverged  # type: ignore[method-assign]
-    rig.source.there = 1
-    with pytest.raises(ZapexError, match="not finite"):
-        rig.learner.do_work()
-    assert len(tries) == 1, "there is no row to leave out"
 
 
 class LateTrainer:

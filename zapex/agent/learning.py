@@ -10,7 +10,8 @@ while True:
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zapex.agent import losses
 from zapex.agent.flat import Network
-from zapex.agent.losses import named_loss, rows_and_slopes
 from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
 from zapex.errors import CheckpointError, Diverged
 from zapex.machine.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
@@ -29,28 +30,39 @@ _MMAPS = 1 << 16  # glibc's own default
 
 Enter = Callable[[str], object]
 """Is told the phase of a step that begins: "forward", "backward" or "optimiser"."""
-FACTS = ("td_loss", "q_values", "td_error", "gradient_norm", "left_out")
-"""The facts about a step, by name. left_out: rows that were not learned from."""
-_STEP_COLUMNS = {
+_RESULTS = ("td_loss", "q_values", "gradient_norm", "left_out")  # after a step's TD errors
+_NUMBERS = {
     "action": torch.int64,
     "reward": torch.float32,
     "discount": torch.float32,
     "weights": torch.float32,
 }
+_COLUMNS = ("obs", "next_obs", *_NUMBERS)
 
 
 class DQN:
     """Online and target network, loss and optimiser; the defaults are Ape-X's values.
 
-    `optimiser` is `rmsprop` (centred) or `adam`; `optimiser_eps` is added to its denominator.
-    `loss` is `huber` (slope 1 beyond an error of 1), `squared` (half the square) or
-    module:function, each times the importance weight, averaged over the batch. Without `double` the
-    target network chooses the action too. `munchausen` gives the targets of Vieillard et al. 2020,
-    equation 1; of n steps, only the first has the added term. `max_grad_norm` 0 does not clip. The
-    target becomes the online network after every `target_period` batches.
+    The target of a row is reward + discount * Q_target(next_obs, argmax_a Q_online(next_obs, a)).
 
     Create it in the thread that will call `learn`. On a CPU, this also makes the process keep freed
     memory, and makes this thread treat numbers below 1e-38 as 0.
+
+    Args:
+        network: the online network; the target network is a copy of it.
+        lr: learning rate.
+        optimiser: rmsprop (centred) or adam.
+        rmsprop_decay: decay of RMSProp's averages.
+        optimiser_eps: added to the optimiser's denominator.
+        loss: huber (slope 1 beyond an error of 1), squared (half the square) or module:function.
+            Each row's loss is multiplied by its importance weight, and averaged over the batch.
+        double: False: the target network chooses the action too.
+        munchausen: use the targets of Vieillard et al. 2020, equation 1; of n steps, only the first
+            has the added term.
+        max_grad_norm: the gradient is clipped to this norm; 0: never.
+        target_period: the target becomes the online network after so many batches.
+        largest: rows with a number that is larger or not finite are left out of a batch that cannot
+            be learned from otherwise; their TD errors are 0. None: no row is left out.
     """
 
     def __init__(
@@ -66,6 +78,7 @@ class DQN:
         munchausen: bool = False,
         max_grad_norm: float = 40.0,
         target_period: int = 2500,
+        largest: float | None = None,
     ) -> None:
         if network.device.type == "cpu":
             _prepare_this_thread()
@@ -75,10 +88,10 @@ class DQN:
         self.batches = 0
         # Whether a batch's images have their channels innermost, which a CPU's kernels want.
         self.channels_last = network.device.type == "cpu"
-        self._slope_limit = 1.0 if loss == "huber" else math.inf
-        self._loss = named_loss(loss) if ":" in loss else None
+        self._loss = losses.named(loss)
+        self._largest = largest
         self._double, self._munchausen = double, munchausen
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm = torch.tensor(max_grad_norm or math.inf, device=network.device)
         self._target_period = target_period
         self.gradient = torch.zeros_like(network.flat)
         self._gradient_views = network.split(self.gradient)
@@ -92,70 +105,105 @@ class DQN:
     def learn(
         self, batch: Any, enter: Enter = lambda phase: None
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """One step on a batch: (TD errors, float32 [B], target minus prediction; metrics).
+        """Learn from one batch, and wait for the result.
 
-        `enter` is called with "forward", "backward" and "optimiser" when each phase begins.
+        Args:
+            batch: has, as attributes or keys, numpy arrays or tensors: obs and next_obs
+                [B, *obs_shape] (images are best in channels_last memory), action [B], and float32
+                reward, discount (0 where the episode ended) and weights [B].
+            enter: called with "forward", "backward" and "optimiser" when each phase begins.
 
-        `batch` has, as attributes or keys, numpy arrays or tensors: obs and next_obs
-        [B, *obs_shape] (images are best in channels_last memory), action [B], and float32 reward,
-        discount (0 where the episode ended) and weights [B]. The target is
-        reward + discount * Q_target(next_obs, argmax_a Q_online(next_obs, a)).
-        Raises Diverged, with the parameters unchanged, when the loss or its gradient is not
-        finite.
+        Returns:
+            TD errors, float32 [B], target minus prediction; and, by name, the mean td_loss,
+            q_values and td_error (its size), the gradient_norm before clipping, and how many rows
+            were left_out.
+
+        Raises:
+            Diverged: the loss or its gradient is not finite; the parameters are unchanged.
         """
-        device = self.online.device
-        obs = _column(batch, "obs"), _column(batch, "next_obs")
-        columns = {name: _tensor(batch, name, device, kind) for name, kind in _STEP_COLUMNS.items()}
-        if device.type != "cpu":
-            seen, following = (torch.as_tensor(o).to(device, non_blocking=True) for o in obs)
-            out = torch.empty(self.results(len(columns["action"])), device=device)
-            self.step({**columns, "obs": seen, "next_obs": following}, out, enter)
-            if self.count():
-                self.renew_target()
-            return self.read(out.cpu().numpy())
-        enter("forward")
-        td, q, loss = self._differentiate(obs, columns, enter)
-        enter("optimiser")
-        td_loss, norm = torch.stack((loss, torch.linalg.vector_norm(self.gradient))).tolist()
-        self._check(td_loss + norm)
-        clip = self._max_grad_norm
-        self.optimiser.step(clip / norm if 0.0 < clip < norm else 1.0)
-        self.online.refresh()
+        get = batch.__getitem__ if isinstance(batch, Mapping) else partial(getattr, batch)
+        columns = {name: torch.as_tensor(get(name)) for name in _COLUMNS}
+        if self.online.device.type != "cpu":
+            columns = {
+                name: column.to(self.online.device, non_blocking=True)
+                for name, column in columns.items()
+            }
+        try:
+            result = self._learn(columns, enter)
+        except Diverged:
+            # Not a check of every batch: it would cost a small network a tenth of its speed.
+            columns = self.without_unusable_rows(columns)
+            if "left_out" not in columns or not columns["left_out"].any():
+                raise
+            result = self._learn(columns, enter)
         if self.count():
             self.renew_target()
-        td_errors = td.numpy()
-        values = td_loss, float(q.mean()), float(np.abs(td_errors).mean()), norm, 0.0
-        return td_errors, dict(zip(FACTS, values, strict=True))
+        return result
 
-    def _differentiate(
-        self, obs: Sequence[Any], columns: Mapping[str, Tensor], enter: Enter
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """TD errors (B,), predictions (B,) and the loss; the loss's derivative is in `gradient`."""
-        online = self.online
-        seen, following = (online.to_input(each) for each in obs)
-        action, weights = columns["action"], columns["weights"]
-        self.target.pack(len(action))
+    def _learn(
+        self, columns: Mapping[str, Tensor], enter: Enter
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        out = torch.empty(self.results(len(columns["action"])), device=self.online.device)
+        self.step(columns, out, enter)
+        return self.read(out.cpu().numpy())
+
+    def step(
+        self, batch: Mapping[str, Tensor], out: Tensor, enter: Enter = lambda phase: None
+    ) -> None:
+        """Learn from tensors on the network's device, without waiting for the device.
+
+        The same work is queued each time, so that it can be recorded and repeated; the caller then
+        calls `count`. If the loss or its gradient is not finite, nothing changes but `out`.
+
+        Args:
+            batch: as for `learn`, and perhaps left_out, bool [B]: rows whose TD errors are 0.
+            out: float32 [`results(B)`], for `read`.
+            enter: as for `learn`.
+        """
+        enter("forward")
+        columns = {name: batch[name].to(dtype) for name, dtype in _NUMBERS.items()}
+        seen, following = (self.online.to_input(batch[name]) for name in ("obs", "next_obs"))
+        self.target.pack(len(columns["action"]))
         with torch.no_grad():
             target = self._targets(seen, following, columns)
-        q = online(seen).gather(1, action.unsqueeze(1)).squeeze(1)
-        with torch.no_grad():
-            td = target - q
-            slope = td if self._slope_limit == math.inf else td.clamp(-1.0, 1.0)
-            rows = slope * (td - 0.5 * slope)
-        if self._loss is not None:
-            rows, slope = rows_and_slopes(self._loss, q, target)
-            slope = -slope
-        loss = (weights * rows).mean()
+        q = self.online(seen).gather(1, columns["action"].unsqueeze(1)).squeeze(1)
+        loss = columns["weights"].dot(self._loss(q, target)) / len(q)
         enter("backward")
-        pull = weights * slope / -len(td)  # the loss's derivative by q
-        # A network of one's own may have parameters that Q does not depend on.
-        leaves = list(online.leaves.values())
-        gradients = torch.autograd.grad(q, leaves, pull, materialize_grads=True)
-        online.gather_gradients(gradients, self._gradient_views)
-        return td, q.detach(), loss
+        # A custom network may have parameters that Q does not depend on.
+        leaves = list(self.online.leaves.values())
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        self.online.gather_gradients(gradients, self._gradient_views)
+        enter("optimiser")
+        loss, q = loss.detach(), q.detach()
+        norm = torch.linalg.vector_norm(self.gradient)
+        is_finite = (loss + norm).abs() < math.inf
+        self.optimiser.step((self._max_grad_norm / norm).clamp_max_(1.0), is_finite)
+        self.online.refresh()
+        td, left_out = target - q, torch.zeros_like(loss)
+        if "left_out" in batch:
+            td = td.masked_fill(batch["left_out"], 0.0)
+            left_out = batch["left_out"].sum().float()
+        torch.cat((td, torch.stack((loss, q.mean(), norm, left_out))), out=out)
+
+    def without_unusable_rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch for `step` with zeros in the rows that cannot be learned from.
+
+        Does not wait for the device. Its left_out says which rows these are.
+        """
+        columns = {name: batch[name] for name in _COLUMNS}
+        if self._largest is None:
+            return columns
+        numbers = {name: each for name, each in columns.items() if each.is_floating_point()}
+        sizes = [n.abs().flatten(1).amax(1) if n.ndim > 1 else n.abs() for n in numbers.values()]
+        # A comparison with NaN is false.
+        left_out = ~(torch.stack(sizes).amax(0) <= self._largest)
+        for name, column in numbers.items():
+            rows = left_out.view(-1, *[1] * (column.ndim - 1))
+            columns[name] = column.masked_fill(rows, 0)
+        return columns | {"left_out": left_out}
 
     def _targets(self, seen: Any, following: Any, columns: Mapping[str, Tensor]) -> Tensor:
-        """What the predictions of a batch are to be, (B,); without gradient."""
+        """The values that the predictions of a batch should have, (B,); without gradient."""
         reward, discount = columns["reward"], columns["discount"]
         if self._munchausen:
             q = self.target(following)
@@ -170,48 +218,6 @@ class DQN:
         greedy = self.online(following).argmax(1, keepdim=True)
         return reward + discount * self.target(following).gather(1, greedy).squeeze(1)
 
-    def step(
-        self,
-        batch: Mapping[str, Tensor],
-        out: Tensor,
-        enter: Enter = lambda phase: None,
-        largest: float | None = None,
-    ) -> None:
-        """`learn`, of tensors on the network's device, without waiting for the device.
-
-        It always queues the same work, so that the work can be recorded and repeated; the caller
-        then calls `count`. If the loss or its gradient is not finite, nothing changes but `out`.
-
-        Args:
-            batch: as for `learn`.
-            out: float32 [`results(B)`], for `read`.
-            enter: as for `learn`.
-            largest: rows with a number that is larger, or not finite, are left out: their TD errors
-                are 0. None: no row is.
-        """
-        enter("forward")
-        columns = {name: batch[name] for name in _STEP_COLUMNS}
-        columns["action"] = columns["action"].long()
-        obs = [batch["obs"], batch["next_obs"]]
-        left_out = torch.zeros_like(columns["weights"], dtype=torch.bool)
-        if largest is not None:
-            numbers = [t for t in (*obs, *columns.values()) if t.is_floating_point()]
-            # A comparison with NaN is false.
-            sizes = [t.abs().flatten(1).amax(1) if t.ndim > 1 else t.abs() for t in numbers]
-            left_out = ~(torch.stack(sizes).amax(0) <= largest)
-            obs = [_without(left_out, each) for each in obs]
-            columns = {name: _without(left_out, column) for name, column in columns.items()}
-        td, q, loss = self._differentiate(obs, columns, enter)
-        enter("optimiser")
-        norm = torch.linalg.vector_norm(self.gradient)
-        clip = self._max_grad_norm or math.inf
-        is_finite = torch.isfinite(loss + norm)
-        self.optimiser.step_queued((clip / norm).clamp_max(1.0), is_finite)
-        self.online.refresh()
-        td = td.masked_fill(left_out, 0.0)
-        facts = torch.stack((loss, q.mean(), td.abs().mean(), norm, left_out.sum().float()))
-        out.copy_(torch.cat((td, facts)))
-
     def count(self) -> bool:
         """Count a step that was made or queued. Returns whether the target is to be renewed now."""
         self.batches += 1
@@ -224,21 +230,19 @@ class DQN:
     @staticmethod
     def results(batch_size: int) -> int:
         """How many numbers a step returns."""
-        return batch_size + len(FACTS)
+        return batch_size + len(_RESULTS)
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
         """What `learn` returns, from the numbers of `step`. Raises Diverged, as `learn`."""
-        td_errors, values = numbers[: -len(FACTS)], numbers[-len(FACTS) :].tolist()
-        facts = dict(zip(FACTS, values, strict=True))
-        self._check(facts["td_loss"] + facts["gradient_norm"])
-        return td_errors, facts
-
-    def _check(self, number: float) -> None:
-        if not math.isfinite(number):
+        td_errors, values = numbers[: -len(_RESULTS)], numbers[-len(_RESULTS) :].tolist()
+        facts = dict(zip(_RESULTS, values, strict=True))
+        facts["td_error"] = float(np.abs(td_errors).mean())
+        if not math.isfinite(facts["td_loss"] + facts["gradient_norm"]):
             raise Diverged(
                 f"the loss or its gradient is not finite after {self.batches} batches: lower lr, "
                 "or look for infinite rewards or observations"
             )
+        return td_errors, facts
 
     def flat_parameters(self) -> np.ndarray:
         """The online parameters, float32 [n]: on a CPU the live memory itself, else a copy."""
@@ -318,17 +322,3 @@ def memory_given_back() -> Iterator[None]:
     finally:
         if kept:
             set_malloc_option(M_MMAP_MAX, 0)
-
-
-def _column(batch: Any, name: str) -> Any:
-    return batch[name] if isinstance(batch, Mapping) else getattr(batch, name)
-
-
-def _without(rows: Tensor, column: Tensor) -> Tensor:
-    """The column with 0 in these rows (bool [B])."""
-    return column.masked_fill(rows.view(-1, *[1] * (column.ndim - 1)), 0)
-
-
-def _tensor(batch: Any, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    tensor = torch.as_tensor(_column(batch, name))
-    return tensor.to(device, dtype, non_blocking=True)

@@ -1,24 +1,50 @@
-"""Losses of a user's own: a function of predictions and targets."""
+"""Losses: functions of predictions and targets that return the loss of each row."""
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zapex.errors import ConfigError
-from zapex.machine import named
+from zapex.machine.named import load
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Predictions and targets, both float32 (B,) -> the loss of each row, (B,)."""
 _ROWS = 3
 
 
-def named_loss(text: str) -> Loss:
-    """The loss `module:function`. Raises ConfigError if it is none; the message says the rule."""
-    loss: Loss = named.load(text, "--loss")
-    about = f"--loss {text}"
+def squared(prediction: Tensor, target: Tensor) -> Tensor:
+    """Half the square of the error."""
+    return 0.5 * F.mse_loss(prediction, target, reduction="none")
+
+
+def huber(prediction: Tensor, target: Tensor) -> Tensor:
+    """Half the square of the error up to an error of 1; beyond it the slope is 1."""
+    return F.huber_loss(prediction, target, reduction="none")
+
+
+BUILT_IN: dict[str, Loss] = {"squared": squared, "huber": huber}
+
+
+def named(name: str) -> Loss:
+    """The loss `name`: one of BUILT_IN, or module:function.
+
+    Raises:
+        ConfigError: it is not a differentiable function that returns the loss of each row.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    loss: Loss = load(name, "--loss")
+    about = f"--loss {name}"
+    prediction, target = torch.zeros(_ROWS, requires_grad=True), torch.ones(_ROWS)
     try:
-        rows, slopes = rows_and_slopes(loss, torch.zeros(_ROWS), torch.ones(_ROWS))
+        rows = loss(prediction, target)
+        if tuple(rows.shape) != (_ROWS,):
+            raise ValueError(
+                f"it returned shape {tuple(rows.shape)} for ({_ROWS},) (reduction='none'?)"
+            )
+        (slopes,) = torch.autograd.grad(rows.sum(), prediction)
     except Exception as error:
         raise ConfigError(
             f"{about} must be a differentiable function (predictions, targets) of two tensors (B,) "
@@ -27,15 +53,3 @@ def named_loss(text: str) -> Loss:
     if not (torch.isfinite(rows).all() and torch.isfinite(slopes).all()):
         raise ConfigError(f"{about} or its slope is not finite at a prediction of 0 and target 1")
     return loss
-
-
-def rows_and_slopes(loss: Loss, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each row (B,), and its derivative by the prediction (B,)."""
-    with torch.enable_grad():
-        leaf = prediction.detach().requires_grad_()
-        rows = loss(leaf, target)
-        if tuple(rows.shape) != tuple(prediction.shape):
-            shapes = tuple(rows.shape), tuple(prediction.shape)
-            raise ValueError(f"it returned shape {shapes[0]} for {shapes[1]} (reduction='none'?)")
-        (slopes,) = torch.autograd.grad(rows.sum(), leaf)
-    return rows.detach(), slopes

@@ -48,21 +48,20 @@ class Optimiser:
         return {"mean": self.mean, "mean_square": self.mean_square}
 
     @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:
-        """Change the parameters, on a CPU, by one step for `scale` x the gradient."""
-        self._steps += 1
-        self._step_arrays(np.float32(scale))
+    def step(self, scale: Tensor, wanted: Tensor) -> None:
+        """Change the parameters by one step for `scale` x the gradient.
 
-    @torch.no_grad()
-    def step_queued(self, scale: Tensor, wanted: Tensor) -> None:
-        """The same with tensor operations, on any device, without waiting for it.
-
-        scale: float32 []. wanted: bool []; if it is false, nothing changes, whatever the gradient.
+        Args:
+            scale: float32 [], on the parameters' device. A GPU is not waited for.
+            wanted: bool []; if it is false, nothing changes, whatever the gradient.
         """
         self._steps += wanted
-        # Not `where`: it would copy its number from the host, and wait for that.
-        gradient = (self.gradient * scale).masked_fill_(~wanted, 0.0)
-        self._step_tensors(gradient, wanted.to(gradient.dtype))
+        if not self._arrays:
+            # Not `where`: it would copy its number from the host, and wait for that.
+            gradient = (self.gradient * scale).masked_fill_(~wanted, 0.0)
+            self._step_tensors(gradient, wanted.to(gradient.dtype))
+        elif wanted:
+            self._step_arrays(np.float32(scale.item()))
 
     def _step_arrays(self, scale: np.float32) -> None:
         raise NotImplementedError

@@ -25,7 +25,6 @@ class Pipeline:
         dqn: its network is on the queues' device.
         device: with `dqn.results(batch size)` results.
         split: the columns by name of a batch's memory.
-        largest: as for `DQN.step`.
         prepare: what the device does with a batch before its step, besides the copy of its memory.
     """
 
@@ -37,10 +36,9 @@ class Pipeline:
         dqn: DQN,
         device: Device,
         split: Callable[[Tensor], dict[str, Any]],
-        largest: float | None = None,
         prepare: Callable[[Any], object] | None = None,
     ) -> None:
-        self._dqn, self._device, self._split, self._largest = dqn, device, split, largest
+        self._dqn, self._device, self._split = dqn, device, split
         self._prepare = prepare
         self._under_way: deque[Ticket] = deque()
 
@@ -58,7 +56,8 @@ class Pipeline:
         self._under_way.append(ticket)
 
     def _learn(self, ticket: Ticket, enter: Enter) -> None:
-        self._dqn.step(self._split(ticket.memory), ticket.out, enter, self._largest)
+        batch = self._dqn.without_unusable_rows(self._split(ticket.memory))
+        self._dqn.step(batch, ticket.out, enter)
 
     def finish(self) -> tuple[np.ndarray, dict[str, float], dict[str, float]]:
         """Wait for the oldest step: (TD errors, metrics) as of `learn`, and the time of each phase.

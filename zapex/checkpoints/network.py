@@ -47,9 +47,9 @@ def check(spec: EnvironmentSpec, config: LearnerConfig, learns: bool) -> None:
     """Raise ConfigError if the network does not fit the environment, or the loss is none."""
     parameters(spec, config)
     if learns and ":" in config.loss:
-        from zapex.agent.losses import named_loss
+        from zapex.agent import losses
 
-        named_loss(config.loss)
+        losses.named(config.loss)
 
 
 def parameters(spec: EnvironmentSpec, config: LearnerConfig) -> int:

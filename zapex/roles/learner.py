@@ -69,20 +69,8 @@ class AtOnce:
         self._done: deque[tuple[NDArray[np.float32], dict[str, float]]] = deque()
 
     def begin(self, batch: Batch, enter: Callable[[str], object]) -> None:
-        """Learn from a batch, without the rows that have no finite or much too large numbers."""
-        try:
-            self._done.append(self._dqn.learn(self._complete(batch), enter))
-            return
-        except Diverged:
-            bad = ~(_sizes(batch) <= LARGEST)
-            if not bad.any():
-                raise
-        for name, column in batch.items():
-            if name not in ("keys", "indices"):
-                column[bad] = 0
-        td_errors, facts = self._dqn.learn(self._complete(batch), enter)
-        td_errors[bad] = 0.0  # so that they are hardly drawn again
-        self._done.append((td_errors, {**facts, "left_out": float(bad.sum())}))
+        """Learn from a batch."""
+        self._done.append(self._dqn.learn(self._complete(batch), enter))
 
     def finish(self) -> tuple[NDArray[np.float32], dict[str, float], dict[str, float]]:
         """What came of the oldest step."""
@@ -230,15 +218,6 @@ class Learner:
         sent = self._source.update(keys, priorities)
         self._unsent = None if sent else (keys, priorities)
         return sent
-
-
-def _sizes(batch: Batch) -> NDArray[np.float64]:
-    """The largest number of each row (B,); NaN or infinite if one of its numbers is."""
-    sizes = np.zeros(len(batch.keys))
-    for name, column in batch.items():
-        if column.dtype.kind == "f" and name != "weights":
-            sizes = np.maximum(sizes, np.abs(column).reshape(len(sizes), -1).max(axis=1))
-    return sizes
 
 
 _GAUGES = {

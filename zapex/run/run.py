@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zapex.checkpoints.network import network_of, parameters
-from zapex.chunks.limits import Limits
+from zapex.chunks.limits import LARGEST, Limits
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.fstack import Setup
@@ -257,6 +257,7 @@ class Run:
             munchausen=learner.munchausen,
             max_grad_norm=learner.max_grad_norm,
             target_period=learner.target_period,
+            largest=LARGEST,
         )
 
     def most_learner_threads(self) -> int:

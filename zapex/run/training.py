@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from zapex.chunks.batch import Batch, split
 from zapex.chunks.device_frames import DeviceFrames
 from zapex.chunks.layout import BatchLayout
-from zapex.chunks.limits import LARGEST
 from zapex.errors import ConfigError
 from zapex.roles.learner import AtOnce, Trainer
 from zapex.run.run import Run
@@ -90,8 +89,7 @@ def pipeline(dqn: "DQN", layout: BatchLayout, frames: DeviceFrames | None, graph
     queues = CudaQueues(dqn.online.device, graphs)
     device = Device(queues, layout.nbytes, dqn.results(layout.batch_size))
     if frames is None:
-        return Pipeline(dqn, device, lambda block: split(layout, block), LARGEST)
+        return Pipeline(dqn, device, lambda block: split(layout, block))
     return Pipeline(
-        dqn, device, lambda block: frames.complete(split(layout, block)), LARGEST,
-        frames.put_in_place,
-    )  # fmt: skip
+        dqn, device, lambda block: frames.complete(split(layout, block)), frames.put_in_place
+    )
