@@ -74,7 +74,7 @@ demo: $(STAMP)
 	@$(BIN)/zapex demo --eval-episodes 100 $(ARGS)
 
 cluster-demo: $(STAMP)
-	@$(BIN)/zapex demo cluster $(ARGS)
+	@$(BIN)/python -m tests.support.cluster_demo $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest --durations=10 -n 2 --dist worksteal $(ARGS)

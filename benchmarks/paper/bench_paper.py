@@ -50,7 +50,7 @@ from benchmarks.support.harness import arguments
 from benchmarks.support.machine import LEAST_ROUNDS, Watch, doubts
 from benchmarks.transport import fstack_place, redis_server
 from benchmarks.transport.server import warm
-from zapex.cli.netns import can_have_namespaces
+from tests.support.netns import can_have_namespaces
 
 PAPER_SHARE = 0.145
 COUNTS = (1, 2, 4, 8)

@@ -34,7 +34,7 @@ from benchmarks.support.harness import joined, p10_p90
 from benchmarks.support.processes import reap, start
 from benchmarks.transport import redis_server
 from benchmarks.transport.server import NetworkServer, Server, Setting, make_host, waiter
-from zapex.cli.netns import Namespaces
+from tests.support.netns import Namespaces
 from zapex.fstack import Setup
 from zapex.host.metrics import RoleMetrics
 from zapex.shm_transport import HostMemory

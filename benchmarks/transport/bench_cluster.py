@@ -35,7 +35,7 @@ import psutil
 
 from benchmarks.support.harness import arguments, goal, joined, median, write_json
 from benchmarks.support.machine import ROOT
-from zapex.cli import netns
+from tests.support import netns
 from zapex.net import keys as curve_keys
 
 ENV = "ALE/Breakout-v5"

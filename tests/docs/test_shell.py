@@ -44,7 +44,7 @@ NOT_RUN = {
 }  # fmt: skip
 """Page and number of a block -> why nothing here runs it."""
 LINES_NOT_RUN = {
-    r"zapex demo\b": "a minute each: tests/scenarios/test_demo.py",
+    r"zapex demo\b": "a minute",
     r"zapex balance\b": "minutes: tests/studies",
     r"zapex train --actors auto": "what zapex balance has found",
     r"zapex simulate\b": "measures this machine for minutes: tests/cli/test_simulate.py",

@@ -251,27 +251,13 @@ def test_whoever_finds_nobody_says_whom_it_waits_for_and_ends_at_ctrl_c(cluster:
     assert not host.run.exists()
 
 
-@pytest.mark.usefixtures("in_an_empty_directory")
-def test_the_demo_of_four_hosts_refuses_what_cannot_work(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "taken").mkdir()
-    for args, rule in (
-        (["--minutes", "0"], "--minutes must be more than 0"),
-        (["--run-dir", "taken"], "--run-dir must be new"),
-    ):
-        assert cli.main(["demo", "cluster", *args]) == 2
-        assert rule in capsys.readouterr().err
-
-
 @pytest.mark.slow  # CI runs `make cluster-demo`
 @pytest.mark.timeout(300)
 def test_the_demo_on_loopback_accounts_for_everything(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "zapex", "demo", "cluster", "--loopback", "--minutes", "2",
+        [sys.executable, "-m", "tests.support.cluster_demo", "--loopback", "--minutes", "2",
          "--run-dir", str(tmp_path / "run")],
         env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all hosts on loopback: asked for" in done.stdout
-    assert ": 0 lost, 0 doubled; in the replay's memory" in done.stdout
+    assert "0 lost, 0 doubled" in done.stdout

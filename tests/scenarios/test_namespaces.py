@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import netns
+from tests.support.netns import Namespaces
 from tests.support.parts import Cluster, Part, check_account, cluster_in, memory_of, settled
-from zapex.cli import netns
-from zapex.cli.netns import Namespaces
 from zapex.net import keys as curve_keys
 
 _WHY_NOT = netns.can_have_namespaces()

@@ -28,12 +28,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support import audit
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.cli.flags import read_settings as settings_of
 from zapex.config.settings import Config
 from zapex.envs import environments
-from zapex.run import audit, train
+from zapex.run import train
 from zapex.run.run import Run
 from zapex.watch import recorders
 

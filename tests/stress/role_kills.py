@@ -30,10 +30,10 @@ from benchmarks.support.harness import add_json, evidence, percentiles
 from benchmarks.support.machine import Watch
 from benchmarks.train.whole_run import START_S, TrainRun
 from tests.stress.marked_env import check_row, game_of
+from tests.support.audit import ChunkAudit, attach
 from tests.support.fake_system import Moment
 from zapex.chunks.layout import COUNT, LIVE, STATE
 from zapex.envs import environments
-from zapex.run.audit import ChunkAudit, attach
 from zapex.run.run import Run
 
 ENV = "tests.stress.marked_env:marked"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.audit import ChunkAudit, attach
 from zapex.cli import main as cli
 from zapex.cli.flags import read_settings
 from zapex.config.settings import Config
 from zapex.envs.environments import check
-from zapex.run.audit import ChunkAudit, attach
 from zapex.run.run import Membership, Run
 
 DEADLINE_S = 150.0  # a busy machine is no failure

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from tests.support import fstack
+from tests.support.audit import ChunkAudit, attach
 from zapex.cli.flags import read_settings
 from zapex.config.settings import Config
 from zapex.envs.environments import check
-from zapex.run.audit import ChunkAudit, attach
 from zapex.run.run import Membership, Run
 from zapex.shm_transport import HostMemory
 

@@ -1,1 +1,1 @@
-"""The command line: arguments and files become settings; the demos."""
+"""The command line: arguments and files become settings."""

@@ -203,22 +203,10 @@ def _config(args: list[str]) -> int:
 
 
 def _demo(args: list[str]) -> int:
-    from zapex.cli import demo_cluster, demo_kill
-
-    demos = {"kill": demo_kill.command, "cluster": demo_cluster.command}
-    if args and args[0] in demos:
-        return demos[args[0]](args[1:])
     if {"-h", "--help", "help"} & set(args):
         print("zapex demo: train CartPole to 475 of 500, then draw its learning curve")
-        print("zapex demo kill: train while actor, learner and replay are killed on a timer")
-        print("zapex demo cluster: train on four hosts of this machine")
         return 0
-    if args and not args[0].startswith("-"):
-        raise ConfigError(
-            f"there is no demo {args[0]!r}{did_you_mean(args[0], demos)}; there are `zapex demo`, "
-            "`zapex demo kill` and `zapex demo cluster`"
-        )
-    return _train([*["CartPole-v1", "--stop-at-return", "475", "--max-minutes", "5"], *args])
+    return _train(["CartPole-v1", "--stop-at-return", "475", "--max-minutes", "5", *args])
 
 
 def _bench(args: list[str]) -> int:
@@ -266,10 +254,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "logs": (launches.logs, "what they said: zapex logs ROLE [RUN]"),
     "stop": (launches.stop, "end a run, and save it: zapex stop [RUN]"),
     "doctor": (_doctor, "check whether this machine has what a run needs"),
-    "demo": (
-        _demo,
-        "CartPole in a minute; zapex demo kill; zapex demo cluster",
-    ),
+    "demo": (_demo, "train CartPole, which takes about a minute"),
     "config": (_config, "print the settings of a run as TOML, for --config"),
     "bench": (_bench, "measure this machine (source tree only)"),
     "completion": (

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.audit import ChunkAudit
 from tests.support.fake_system import System, spec
 from zapex.chunks.layout import (
     ACTOR,
@@ -14,7 +15,6 @@ from zapex.chunks.layout import (
     STATE,
 )
 from zapex.config.settings import Config
-from zapex.run.audit import ChunkAudit
 
 
 def system() -> System:
