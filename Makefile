@@ -187,7 +187,7 @@ clean:
 	@echo 'kept: $(VENV), .peers* and runs/'
 
 # Another choice of TORCH makes the environment anew; a pull that changed a version updates it.
-$(STAMP): pyproject.toml constraints.txt | check-python
+$(STAMP): pyproject.toml constraints.txt benchmarks/requirements.txt | check-python
 	@case '$(TORCH)' in cpu|cuda|existing) ;; *) \
 	  echo 'TORCH must be cpu, cuda, existing or auto, got "$(TORCH)"' >&2; exit 2;; esac
 	@torch=$(TORCH); if [ '$(ASKS)' ]; then \
@@ -202,7 +202,8 @@ environment:
 	@test -e '$(BIN)/python' || $(PYTHON) -m venv \
 	  $(if $(filter existing,$(TORCH)),--system-site-packages) '$(VENV)'
 	@$(MAKE) --no-print-directory TORCH=$(TORCH) install-torch-$(TORCH)
-	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[curve,fstack,redis,video,dev]'
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[curve,fstack,video,dev]' \
+	  --requirement benchmarks/requirements.txt
 	@touch '$(STAMP)'
 	@echo 'Made: $(BIN)/zapex'
 

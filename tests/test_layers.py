@@ -19,7 +19,7 @@ LEVEL_OF = {
 PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 # A role runs over any transport: it may name none, nor what is built on one.
 KNOW_A_TRANSPORT = {
-    "shm_ring", "shm_transport", "zmq_transport", "redis_transport", "net", "library", "run", "cli",
+    "shm_ring", "shm_transport", "zmq_transport", "net", "library", "run", "cli",
 }  # fmt: skip
 FORBIDDEN = {
     "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml",

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tests.chunks.test_builder import Game
-from tests.support import redis_server
 from tests.support.transport_rigs import (
     BATCH,
     PARAMETER_BYTES,
@@ -24,15 +23,8 @@ from zapex.chunks.layout import COUNT, LIVE, SEQUENCE, STATE, BatchLayout
 from zapex.replay.draw import Draw
 
 KINDS = ["in process", "shm", "ipc", "tcp", "zmtp", "fstack"]
-REDIS = ["redis", "redis, chunks"]
-KINDS += [] if redis_server.MISSING else REDIS
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
-
-
-@pytest.mark.skipif(not redis_server.MISSING, reason="redis runs here, with the others")
-def test_redis_is_one_of_the_transports_here() -> None:
-    pytest.skip(redis_server.MISSING)
 
 
 @pytest.fixture(params=KINDS)

@@ -20,7 +20,7 @@ For readers of the code: where things live. Imports run down this map and never 
     12  cli
     11  clusters, library, studies
     10  run
-     9  redis_transport, zmq_transport
+     9  zmq_transport
      8  net
      7  roles, shm_transport, watch
      6  host, transport, wire

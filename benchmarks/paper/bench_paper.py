@@ -247,7 +247,9 @@ def recorded_bodies(quick: bool) -> np.ndarray:
 
 def _options(argv: list[str] | None) -> Any:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--systems", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument(
+        "--systems", "--only", nargs="+", choices=list(FORMATS), default=list(FORMATS)
+    )
     parser.add_argument("--actors", nargs="+", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=None, help="of each window or run")
     parser.add_argument("--windows", type=int, default=None, help="of a point: 5; --quick: 2")

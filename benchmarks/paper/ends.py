@@ -8,31 +8,23 @@ All have the same calls, so that the paced roles are the same whatever is betwee
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.baseline import Memory, Parameters, Sender, connect, most_waiting
 from benchmarks.paper.experience import fill, store_of
+from benchmarks.support.harness import Clock
 from benchmarks.transport.rig import NetworkClient, ShmClient
 from benchmarks.transport.server import BETA, NetworkServer, Setting
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.layout import SEQUENCE, BatchLayout
+from zapex.chunks.layout import GENERATION, BatchLayout
 from zapex.host.metrics import RoleMetrics
+from zapex.library.prioritized import PrioritizedReplay
 from zapex.net.keys import Security
-from zapex.net.redis_link import RedisLink, most_waiting
-from zapex.redis_transport import (
-    RedisChunkSender,
-    RedisExperienceSource,
-    RedisParameterSink,
-    RedisParameterSource,
-)
-from zapex.replay.core import ReplayCore
-from zapex.replay.limiter import LimiterConfig
-from zapex.roles.intake import Intake
-from zapex.roles.local_samples import LocalSampleSource
 from zapex.shm_transport import HostMemory
 from zapex.wire.header import Kind
 
+_PHASES = ("insert", "sample", "update")
 _DEADLINE_S = 120.0
 _PAUSE_S = 0.0005
 OPEN = dict.fromkeys(("replay", "relay", "learner"), Security(insecure_network=True))
@@ -52,26 +44,22 @@ class RedisActor:
     def __init__(
         self, setting: Setting, bodies: np.ndarray, url: str, number: int, pairs: bool
     ) -> None:
-        self._link = RedisLink(url, "", setting.form)
-        self._store = store_of(setting, len(setting.rows))
+        client, self._store = connect(url), store_of(setting, len(setting.rows))
         fill(setting, self._store, bodies)
-        self._store.header_rows[:, 1] = 1  # a generation that keys can have
-        most = most_waiting(setting.form, setting.actors)
-        self._sender = RedisChunkSender(self._link, self._store, (number,), most, pairs)
-        self._source = RedisParameterSource(self._link)
+        self._store.header_rows[:, GENERATION] = 1  # one that keys can have
+        most = most_waiting(setting.layout, setting.actors)
+        self._sender = Sender(client, self._store, most, None if pairs else setting.form)
+        self._source = Parameters(client)
         self._parameters = np.zeros(setting.parameter_bytes, np.uint8)
-        self._version = self._sequence = 0
+        self._version = 0
 
     def push(self) -> int:
         """All transitions of a push are in Redis."""
-        before, slots = self._sender.counts["bytes"], range(self._store.slots)
-        for slot in slots:
-            self._store.header_rows[slot, SEQUENCE] = self._sequence
-            self._sequence += 1
-        self._sender.offer(list(slots))
-        until(lambda: self._sender.do_work() < 0 or not self._sender.unacknowledged, "a push")
-        self._sender.take_freed()
-        return self._sender.counts["bytes"] - before
+        before = self._sender.sent_bytes
+        for slot in range(self._store.slots):
+            until(self._sender.has_room, "room in the list")
+            self._sender.push(slot)
+        return self._sender.sent_bytes - before
 
     def pull(self) -> int:
         """The newest parameters, if there are newer ones."""
@@ -146,54 +134,44 @@ class _Learner:
         time.sleep(max(0.0, until_s - time.monotonic()))
 
 
-class _OwnReplay(_Learner):
-    """A learner that keeps the replay and draws its own batches."""
+class RedisLearner(_Learner):
+    """The paper's baseline: it pulls all experience, and draws its own batches."""
 
-    def keep(self, setting: Setting, source: Any, store: ReplayCore, actors: int) -> None:
-        """Drain `source` into this replay."""
-        streams = len(setting.rows)
-        limits = LimiterConfig(
-            samples_per_insert=0, tolerance=0, min_size_to_sample=setting.batch,
-            batch=setting.batch, grant=streams * setting.chunk, capacity=setting.capacity,
-        )  # fmt: skip
-        self.metrics = RoleMetrics(
-            aligned_zeros(RoleMetrics.required_bytes()), "replay", create=True
-        )
-        intake = Intake(source, store, limits, actors=actors, streams_per_actor=streams)
-        self._samples = LocalSampleSource(
-            store, intake, self.metrics, batch_size=setting.batch, method="stratified", beta=BETA
-        )
-
-    def phases(self) -> dict[str, float]:
-        """Seconds of its memory: taking in (with waiting for Redis), drawing, priorities."""
-        found = self.metrics.snapshot()
-        return {name: found[f"phase/{name}"] for name in ("insert", "sample", "update")}
+    def __init__(self, setting: Setting, url: str, pairs: bool) -> None:
+        super().__init__(setting)
+        client = connect(url)
+        replay = PrioritizedReplay(setting.capacity, setting.schema, seed=1, chunk=setting.chunk)
+        self._memory = Memory(client, replay, None if pairs else setting.form)
+        self._sink = Parameters(client)
+        self._clock = Clock()
 
     @property
     def pulled(self) -> int:  # type: ignore[override]
         """Transitions taken in so far."""
-        return self._samples.intake.inserted
+        return self._memory.pulled
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of its memory: taking in (with waiting for Redis), drawing, priorities."""
+        self._clock.enter("idle")
+        return {name: self._clock.spent.get(name, 0.0) for name in _PHASES}
 
     def sample(self) -> None:
         """Pull everything, then draw a batch."""
-        if not self._samples.outstanding:
-            self._samples.request()
-        until(lambda: self._samples.poll(self.batch) is not None, "a batch")
+        self._clock.enter("insert")
+        self._memory.pull()
+        until(lambda: self._enough() or self._memory.pull() < 0, "a batch")
+        self._clock.enter("sample")
+        self._memory.replay.sample(len(self._priorities), BETA, self.batch)
+        self._clock.enter("idle")
+
+    def _enough(self) -> bool:
+        return self._memory.replay.can_sample(len(self._priorities))
 
     def update(self) -> None:
         """New priorities, in its own memory."""
-        self._samples.update(self.batch.keys.copy(), self._priorities)
-
-
-class RedisLearner(_OwnReplay):
-    """The paper's baseline."""
-
-    def __init__(self, setting: Setting, url: str) -> None:
-        super().__init__(setting)
-        link = RedisLink(url, "", setting.form)
-        core = ReplayCore(setting.layout, seed=1)
-        self._sink = RedisParameterSink(link)
-        self.keep(setting, RedisExperienceSource(link, core.store, 1), core, 1)
+        self._clock.enter("update")
+        self._memory.replay.update_priorities(self.batch.keys, self._priorities)
+        self._clock.enter("idle")
 
     def set(self) -> None:
         """SET new parameters."""
@@ -201,21 +179,47 @@ class RedisLearner(_OwnReplay):
         self._sink.publish(self._version, self._parameters)
 
 
-class ServingLearner(_OwnReplay):
+class ServingLearner(_Learner):
     """Actors connect to the learner itself, over ZeroMQ; it serves them while it computes too."""
 
     def __init__(self, setting: Setting, url: str) -> None:
         super().__init__(setting)
-        self._made = NetworkServer(setting, url, OPEN["replay"])
-        replay = self._made.duty.role.replay
-        self.keep(setting, self._made.source, replay, setting.actors)
+        self._metrics = aligned_zeros(RoleMetrics.required_bytes())
+        self._made = NetworkServer(setting, url, OPEN["replay"], self._metrics)
+        self._role, self._clock = self._made.duty.role, Clock()
+
+    @property
+    def pulled(self) -> int:  # type: ignore[override]
+        """Transitions taken in so far."""
+        return int(self._role.intake.inserted)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of its memory: taking in and acknowledging, drawing, priorities."""
+        found = RoleMetrics(self._metrics, "replay", create=False).snapshot()
+        own = {name: self._clock.spent.get(name, 0.0) for name in ("sample", "update")}
+        return {"insert": found["phase/insert"], **own}
 
     def serve(self, until_s: float) -> None:
         """Take in and acknowledge until then, as a thread beside the computation would."""
         server = self._made.server
         while (left_s := until_s - time.monotonic()) > 0:
-            if not self._samples.drain():
-                server.wait(self._made.source.ready, left_s)
+            if not self._role.do_work():
+                server.wait(self._role.ready, left_s)
+
+    def sample(self) -> None:
+        """Take in what has come, then draw a batch."""
+        replay = self._role.replay
+        rows = len(self._priorities)
+        until(lambda: self._role.do_work() < 0 or len(replay) >= rows, "a batch")
+        self._clock.enter("sample")
+        replay.draw(rows).gather(replay.store, self.batch, BETA)
+        self._clock.enter("other")
+
+    def update(self) -> None:
+        """New priorities, in its own memory."""
+        self._clock.enter("update")
+        self._role.replay.reprioritise(self.batch.keys, self._priorities.astype(np.float64))
+        self._clock.enter("other")
 
     def set(self) -> None:
         """New parameters, in the memory that actors are served from."""

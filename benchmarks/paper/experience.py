@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.baseline import PairMaker
 from benchmarks.transport.server import Setting, atari
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.builder import CUT, END, ChunkBuilder
 from zapex.chunks.layout import ACTOR, COMMITTED, COUNT, INCARNATION, STATE, STREAM, ChunkLayout
 from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
-from zapex.wire.pairs import PairMaker
 
 CAPACITY = 8_192
 PAIR_BYTES = 2 * 4 * 84 * 84
@@ -112,8 +112,7 @@ def plain_bodies(setting: Setting, bodies: np.ndarray) -> np.ndarray:
     maker, layout = PairMaker(store), ChunkLayout(plain(setting).schema, setting.chunk)
     made = np.zeros((len(bodies), layout.body_bytes), np.uint8)
     for slot, rows in enumerate(setting.rows):
-        pairs = maker.of_slot(slot, rows, actor=0, incarnation=1, sequence=0, stream=0)
-        columns = pairs.columns(setting.schema)
+        columns = maker.columns(slot)
         for name, source in (("s", "obs"), ("s_next", "next_obs")):
             layout.column(name, made[slot], 0)[:rows] = columns[source]
         for name in ("action", "reward", "discount", "priority"):

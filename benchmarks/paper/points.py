@@ -257,7 +257,7 @@ def _ends(
         pairs = FORMATS[system] == "pairs"
         return (
             lambda i: ends.RedisActor(setting, bodies, url, i, pairs),
-            lambda: ends.RedisLearner(setting, url),
+            lambda: ends.RedisLearner(setting, url, pairs),
         )
     if system == "e":
         host = make_host(setting)

@@ -1,12 +1,14 @@
-"""Real runs of Breakout, not paced: zapex's own commands, as users start them.
+"""Real runs of Breakout, not paced: zapex's own commands, and the paper's baseline over Redis.
 
 A role's shares are the phases that it counts itself. On few cores roles compete for them, and the
-limiter of samples per insert makes the faster side wait: `wait` is no communication. An actor hands
-its chunks to its host's relay over shared memory, so the relay's shares stand beside.
+limiter of samples per insert makes the faster side wait: `wait` is not communication. In `c` an
+actor hands its chunks to its host's relay over shared memory, so the relay's shares are separate;
+in `a` an actor pushes to Redis itself, as in the paper.
 """
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,8 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.baseline import BATCHES, connect
 from benchmarks.paper.points import FORMATS
 from benchmarks.transport import redis_server
+from zapex.machine.child import PARENT_VARIABLE
 
 SYSTEMS = ("a", "c", "e")
 _FLAGS = [
@@ -34,11 +38,9 @@ def _commands(system: str, actors: int, port: int) -> dict[str, list[str]]:
     """The commands by the name of their run directory."""
     if system == "e":
         return {"learner": ["train", "--actors", str(actors)]}
-    url = f"redis://127.0.0.1:{port}/0" if system == "a" else f"tcp://127.0.0.1:{port}"
+    url = f"tcp://127.0.0.1:{port}"
     dial = ["--replay", url, "--actors"]
     joined = {"learner": ["learner", *dial, str(actors)], "actor": ["actor", *dial, str(actors)]}
-    if system == "a":
-        return joined
     return {"replay": ["replay", "--listen", url, "--actors", str(actors)], **joined}
 
 
@@ -47,11 +49,6 @@ def _running(system: str, actors: int, directory: Path, port: int) -> Iterator[N
     """All commands of one run; none is left afterwards."""
     started: list[subprocess.Popen[bytes]] = []
     try:
-        if system == "a":
-            words = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir"]
-            with (directory / "redis.log").open("wb") as log:
-                command = [str(redis_server.BINARY), *words, str(directory)]
-                started.append(subprocess.Popen(command, stdout=log, stderr=log))
         for name, words in _commands(system, actors, port).items():
             with (directory / f"{name}.log").open("wb") as log:
                 command = [sys.executable, "-m", "zapex", *words, *_FLAGS]
@@ -78,18 +75,23 @@ def _snapshot(directory: Path, name: str = "learner") -> dict[str, Any]:
 
 
 def _shares(snapshot: dict[str, Any], role: str, names: dict[str, str]) -> dict[str, float]:
-    """Shares of a role's time since its start; what is not named is computation."""
+    """Shares of a role's time since its start."""
+    found = [one for one in snapshot.get("roles", ()) if one["role"] == role]
+    return _named(found[0]["phases_total"], names) if found else {}
+
+
+def _named(phases: dict[str, float], names: dict[str, str]) -> dict[str, float]:
+    """Shares of phases by the names of the result; those without a name are computation."""
     found: dict[str, float] = {}
-    for one in snapshot.get("roles", ()):
-        if one["role"] == role:
-            for phase, value in one["phases_total"].items():
-                name = names.get(phase, "compute")
-                found[name] = found.get(name, 0.0) + value
+    whole = sum(phases.values()) or 1.0
+    for phase, value in phases.items():
+        name = names.get(phase, "compute") if names else phase
+        found[name] = found.get(name, 0.0) + value / whole
     return found
 
 
-def measure_real(system: str, actors: int, seconds: float, port: int) -> dict[str, Any]:
-    """One run, `seconds` after its first batches; as a row of the result."""
+def _measure_commands(system: str, actors: int, seconds: float, port: int) -> dict[str, Any]:
+    """Shares and counters of one run of zapex's commands, `seconds` after its first batches."""
     with tempfile.TemporaryDirectory(prefix="zapex-paper-") as place:
         directory = Path(place)
         with _running(system, actors, directory, port):
@@ -99,18 +101,75 @@ def measure_real(system: str, actors: int, seconds: float, port: int) -> dict[st
                 time.sleep(0.5)
             time.sleep(seconds)
             found, actors_host = _snapshot(directory), _snapshot(directory, "actor")
-    actor, learner = _shares(found, "actor", _ACTOR), _shares(found, "learner", _LEARNER)
+    return {
+        "actor": _shares(found, "actor", _ACTOR),
+        "learner": _shares(found, "learner", _LEARNER),
+        "machine": {
+            "totals": found["totals"],
+            "rates": found["rates"],
+            "relay_share": _shares(actors_host, "relay", _RELAY),
+        },
+    }
+
+
+def _measure_baseline(actors: int, seconds: float, port: int) -> dict[str, Any]:
+    """As `_measure_commands`, of a run over Redis."""
+    url = f"redis://127.0.0.1:{port}/0"
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    roles: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="zapex-paper-") as place:
+        words = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", place]
+        with (Path(place) / "log").open("wb") as log:
+            server = subprocess.Popen([str(redis_server.BINARY), *words], stdout=log, stderr=log)
+        try:
+            client, deadline = connect(url), time.monotonic() + _START_S
+            for role in ("learner", *map(str, range(actors))):
+                command = [sys.executable, "-m", "benchmarks.paper.real_baseline", role, url]
+                command += [*_FLAGS, "--actors", str(actors)]
+                roles.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
+            while int(client.get(BATCHES) or 0) < 2:
+                assert time.monotonic() < deadline, "the run did not begin in time"
+                assert all(role.poll() is None for role in roles), "a role has ended too early"
+                time.sleep(0.2)
+            time.sleep(seconds)
+            for role in roles:
+                role.terminate()
+            learner, *played = [json.loads(role.communicate(timeout=_END_S)[0]) for role in roles]
+        finally:
+            for process in (*roles, server):
+                process.kill()
+                process.wait()
+    each = [_named(one["phases"], _ACTOR) for one in played]
+    names = {name for one in each for name in one}
+    totals = {
+        "frames": sum(one["frames"] for one in played),
+        "transitions": sum(one["transitions"] for one in played),
+        "batches": learner["batches"],
+        "inserted": learner["inserted"],
+    }
+    return {
+        "actor": {name: sum(one.get(name, 0.0) for one in each) / actors for name in names},
+        "learner": _named(learner["phases"], {}),
+        "machine": {"totals": totals},
+    }
+
+
+def measure_real(system: str, actors: int, seconds: float, port: int) -> dict[str, Any]:
+    """One run, `seconds` after its first batches; as a row of the result."""
+    if system == "a":
+        found = _measure_baseline(actors, seconds, port)
+    else:
+        found = _measure_commands(system, actors, seconds, port)
     communication = [
         1 - sum(one.get(name, 0.0) for name in ("compute", "wait")) / max(1e-9, sum(one.values()))
-        for one in (actor, learner)
+        for one in (found["actor"], found["learner"])
     ]
     return {
         "system": system, "modelled": False, "actors": actors, "gbit": None,
         "format": FORMATS[system], "paced": None, "bytes": {}, "host_bound": True,
-        "communication_share": sum(communication) / 2, "actor_share": actor,
-        "learner_share": learner, "core_seconds": {}, "actor_push_ms": {}, "actor_pull_ms": {},
-        "learner_set_ms": {}, "learner_sample_ms": {}, "learner_pull_experiences_per_s": None,
-        "push_hz": None, "ideal_push_hz": None,
-        "machine": {"totals": found["totals"], "rates": found["rates"],
-                    "relay_share": _shares(actors_host, "relay", _RELAY)},
+        "communication_share": sum(communication) / 2, "actor_share": found["actor"],
+        "learner_share": found["learner"], "core_seconds": {}, "actor_push_ms": {},
+        "actor_pull_ms": {}, "learner_set_ms": {}, "learner_sample_ms": {},
+        "learner_pull_experiences_per_s": None, "push_hz": None, "ideal_push_hz": None,
+        "machine": found["machine"],
     }  # fmt: skip

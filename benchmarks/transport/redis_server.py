@@ -11,7 +11,7 @@ def missing() -> str:
     try:
         import redis  # noqa: F401
     except ImportError:
-        return "the redis package is missing: pip install 'zapex[redis]'"
+        return "redis-py is missing: pip install -r benchmarks/requirements.txt"
     return "" if BINARY else "no redis-server was found"
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers.replays import OURS
 from benchmarks.replay import bench_clients, bench_scale
 from benchmarks.support.machine import ROOT
-from benchmarks.transport import bench_ring, server
+from benchmarks.transport import bench_ring, redis_server, server
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(400)]
 _PERCENTILES = ("p10", "p50", "p90", "p99")
@@ -179,6 +179,7 @@ def check_paper(rows: Any) -> None:
 
 
 _PACED = ["--seconds", "2", "--actors", "1", "--actor-ms", "150", "--learner-ms", "100"]
+_REDIS = [] if redis_server.missing() else ["a"]
 CASES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
     "sumtree": (check_sumtree, ["sumtree", "--peers"]),
     "replay": (check_replay, ["replay", "--peers"]),
@@ -193,8 +194,8 @@ CASES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
     "cartpole": (check_cartpole, ["train", "cartpole"]),
     "balance": (check_balance, ["balance"]),
     "learning": (check_learning, ["benchmarks.learning.learn", "breakout_11_zapex"]),
-    "paper": (check_paper, ["paper", "--systems", "b2", "c", "e", *_PACED]),
-    "paper-real": (check_paper, ["paper", "--real", "--systems", "c", "e", *_PACED]),
+    "paper": (check_paper, ["paper", "--systems", *_REDIS, "b2", "c", "e", *_PACED]),
+    "paper-real": (check_paper, ["paper", "--real", "--systems", *_REDIS, "c", "e", *_PACED]),
 }
 
 

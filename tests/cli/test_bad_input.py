@@ -249,10 +249,6 @@ actor SMALL --replay tcp://no.such.invalid:7711 --insecure-network | is not know
 actor SMALL --listen tcp://127.0.0.1:7711    | did you mean --replay?
 actor SMALL --resume run                     | takes only --resume auto
 actor SMALL --keys nowhere                   | `zapex keygen` makes keys
-learner SMALL --replay redis://                | --replay must be redis://
-learner SMALL --replay redis://192.0.2.1       | --insecure-network
-actor SMALL --replay redis://192.0.2.1         | rediss://
-actor SMALL --replay rediss://h:1/0 --keys DIR | --keys are of tcp://
 learner SMALL --replay tcp://192.0.2.1:7711  | --insecure-network
 learner SMALL --inline                       | --inline
 learner SMALL --host 10.0.0.1                | did you mean --replay?

@@ -15,7 +15,6 @@ from zapex.cli import main as cli
         (("actor", "--replay", "tcp://127.0.0.1:1,tcp://127.0.0.1:1"), "names each shard once"),
         (("learner", "--replay", "tcp://127.0.0.1:1,htp://b"), "htp://b"),
         (("learner", "--replay", "tcp://127.0.0.1:1,"), "--replay"),
-        (("learner", "--replay", "redis://127.0.0.1,tcp://b:1"), "one Redis"),
     ],
 )  # fmt: skip
 def test_shards_that_cannot_be_are_refused_before_anything_starts(

@@ -35,7 +35,6 @@ NOT_RUN = {
     ". .venv/bin/activate": "the tests have their environment",
     "pip install": "the tests have their environment",
     "tensorboard": "serves until it is stopped; tests/watch/test_dashboards.py",
-    "redis-server": "tests/scenarios/test_redis.py",
     "export ZAPEX_FSTACK": "needs F-Stack's library",
 }  # fmt: skip
 

@@ -35,7 +35,6 @@ NOT_RUN = {
     "docs/fstack.md 3": "F-Stack, huge pages and a network card",
     "docs/install.md 1": "apt, and make venv, which takes minutes",
     "docs/many_hosts.md 4": "a learner of a run elsewhere: tests/scenarios/test_cluster.py",
-    "docs/many_hosts.md 5": "a Redis at its usual port: tests/scenarios/test_redis.py",
     "docs/own.md 1": "its module has the names only: tests/scenarios/test_own.py has them filled",
     "docs/paper.md 1": "takes an hour, and F-Stack: tests/benchmarks",
     "docs/quickstart.md 1": "apt, and git clone",

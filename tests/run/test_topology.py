@@ -52,7 +52,5 @@ def test_each_part_has_a_maker_for_its_roles_and_a_ring_for_each_of_their_links(
     assert ("endings" in rings) == shares
     assert {"episodes", "notices"} <= rings.keys()
     assert run.command[1:3] == (
-        ("replay", "--with-learner")
-        if shares
-        else (name.removesuffix(" over redis"), f"--{run.part.address}")
+        ("replay", "--with-learner") if shares else (name, f"--{run.part.address}")
     )

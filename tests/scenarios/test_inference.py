@@ -8,10 +8,8 @@ import pytest
 
 from tests.scenarios.test_cluster import GRACE_S, SMALL
 from tests.support.parts import Part, check_account, cluster_in
-from tests.support.redis_server import RedisServer, needs_redis, redis_server
 from zapex.watch import recorders
 
-__all__ = ["redis_server"]  # a fixture
 CENTRAL = ("--inference", "central", "--inference-device", "cpu")
 LEARNS = (
     "--env CartPole-v1 --preset laptop --actors 2 --envs-per-actor 4 --samples-per-insert 16"
@@ -99,20 +97,3 @@ def test_an_actor_host_has_an_inference_role_of_its_own(tmp_path: Path) -> None:
             assert part.is_gone()
             assert "Traceback" not in part.output + part.logs()
         check_account(replay, [host])
-
-
-@needs_redis
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_an_actor_host_of_a_run_through_redis_has_one_too(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    with cluster_in(tmp_path, SMALL, redis_server.url) as cluster:
-        learner = cluster.start("learner", "--actors", "2")
-        host = cluster.start("actor", "--actors", "2", *CENTRAL)
-        learner.wait_for(lambda: learner.snapshot()["totals"]["batches"] > 0, "batches")
-        goes_on(host, "inference")
-        for part in (learner, host):
-            assert part.ends(GRACE_S, signal.SIGINT) == 0
-            assert part.is_gone()
-            assert "Traceback" not in part.output + part.logs()

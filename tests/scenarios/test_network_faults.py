@@ -374,8 +374,7 @@ def test_another_version_of_the_protocol_is_refused_by_either_end(place: Place) 
 def test_every_message_belongs_to_a_role_or_to_the_replay() -> None:
     from_replay = {Kind.WELCOME, Kind.ACK, Kind.BATCH, Kind.UPDATE_ACK, Kind.PARAMS,
                    Kind.PUBLISH_ACK, Kind.ERROR, Kind.REPLY}  # fmt: skip
-    through_redis = {Kind.PAIRS}
-    assert set(Kind) - set.union(*MAY_SEND.values()) == from_replay | through_redis
+    assert set(Kind) - set.union(*MAY_SEND.values()) == from_replay
 
 
 def test_garbage_reaches_no_handler_and_does_not_disturb(place: Place) -> None:

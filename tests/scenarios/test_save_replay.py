@@ -9,13 +9,12 @@ import pytest
 
 from tests.scenarios.test_train import Command, start
 from tests.support.parts import Part, cluster_in
-from tests.support.redis_server import RedisServer, needs_redis, redis_server
 
 SMALL = [
     "--env", "CartPole-v1", "--preset", "smoke", "--learning-starts", "1000", "--max-frames", "0",
 ]  # fmt: skip
 IN_TIME_S = 100.0  # a busy machine is no failure; nothing here promises seconds
-__all__ = ["redis_server", "start"]  # fixtures
+__all__ = ["start"]  # a fixture
 pytestmark = pytest.mark.timeout(500)
 
 
@@ -147,25 +146,3 @@ def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memo
             assert part.ends(IN_TIME_S, signal.SIGINT) == 0, part.output
         # It may have been full; then room is made before more comes.
         assert number(again.output, "saved in") > 0.9 * loaded
-
-
-@needs_redis
-@pytest.mark.slow
-def test_a_learner_with_a_redis_saves_the_memory_that_it_has(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    with cluster_in(tmp_path, SMALL, redis_server.url) as cluster:
-        first = cluster.start("learner", "--actors", "1", "--save-replay", "stop")
-        actor = cluster.start("actor", "--actors", "1")
-        first.wait_for(lambda: batches(first) > 10, "batches")
-        assert first.ends(IN_TIME_S, signal.SIGINT) == 0
-        saved = number(first.output, "saved in run/replay")
-        assert actor.ends(IN_TIME_S, signal.SIGINT) == 0
-        cluster.config = []
-        again = cluster.start("learner", "--resume", str(first.run))
-        again.run = first.run
-        again.wait_to_say("transitions loaded from")
-        assert number(again.output, "loaded from") == saved > 1000
-        before = batches(first)
-        again.wait_for(lambda: batches(again) > before + 10, "batches without an actor")
-        assert again.ends(IN_TIME_S, signal.SIGINT) == 0

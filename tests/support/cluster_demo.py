@@ -21,9 +21,9 @@ from pathlib import Path
 from tests.support import netns
 from tests.support.audit import ChunkAudit
 from tests.support.parts import Cluster, Part, cluster_in, memory_of
+from zapex.machine.child import PARENT_VARIABLE
 from zapex.net import keys as curve_keys
-from zapex.processes.child import PARENT_VARIABLE
-from zapex.watch.screen import clock, size
+from zapex.watch.terminal import clock, size
 
 HOSTS = {
     "replay": ("replay", "--actors", "2"),

@@ -9,14 +9,12 @@ import numpy as np
 from zapex.chunks.schema import Schema
 from zapex.wire import control as m
 from zapex.wire.header import as_buffer
-from zapex.wire.pairs import pair_rows
 
 
 def examples(
     push: m.Push, batch: m.BatchMessage, config: Mapping[str, Any], schema: Schema
 ) -> dict[str, m.Message]:
     """A message of each kind, by name; push and batch are of the schema."""
-    pairs = bytes(i % 251 for i in range(2 * pair_rows(schema).itemsize))
     states = np.array([(3, 77, 12, 4096), (4, 78, 0, 0)], m.ACTOR_STATE)
     keys, priorities = np.array([1 << 27, -1]), np.array([0.5, -2.0], np.float32)
     return {
@@ -36,7 +34,6 @@ def examples(
         "bye": m.Bye(),
         "error": m.Error(m.Fault.FENCED, "a newer one is there"),
         "call": m.Call(8, 1, rows=2, keys=keys, priorities=np.array([0.5, -2.0])),
-        "pairs": m.Pairs(push.schema, 3, 77, 12, 9, 2, as_buffer(pairs)),
         "reply": m.Reply(8, 2, 3, 4, as_buffer(b"too few transitions")),
     }
 

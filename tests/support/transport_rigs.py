@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import fstack, redis_server
+from tests.support import fstack
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.keys import NO_KEY
 from zapex.chunks.schema import Column, Schema
@@ -23,18 +23,11 @@ from zapex.host.roster import Roster
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
-from zapex.net.redis_link import RedisLink
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
 from zapex.net.sample_sink import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.net.sockets import listen
-from zapex.redis_transport import (
-    RedisChunkSender,
-    RedisExperienceSource,
-    RedisParameterSink,
-    RedisParameterSource,
-)
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.draw import Draw
 from zapex.replay.limiter import LimiterConfig
@@ -272,8 +265,6 @@ def make_rig(kind: str, directory: Path, capacity: int) -> Rig:
     layout = layout_of(capacity)
     if kind in ("tcp", "ipc", "zmtp", "fstack"):
         return _network_rig(Memory(layout, 1), url_of(kind, directory))
-    if kind.startswith("redis"):
-        return _redis_rig(Memory(layout, 1), directory, pairs=kind == "redis")
     plan = HostPlan(
         replay=layout, actors=1, envs_per_actor=STREAMS, batch_size=BATCH, prefetch=2,
         parameter_bytes=PARAMETER_BYTES, beta=BETA, eval_episodes=1,
@@ -301,9 +292,9 @@ def make_rig(kind: str, directory: Path, capacity: int) -> Rig:
 class SlotSink:
     """An actor and its relay in one: chunks are built in slots of its own and sent from there."""
 
-    def __init__(self, link: Any, store: ChunkStore, slots: int, sender: Any = None) -> None:
+    def __init__(self, link: Any, store: ChunkStore, slots: int) -> None:
         self.store, self._link = store, link
-        self._sender = sender or ChunkSender(link, store)
+        self._sender = ChunkSender(link, store)
         self._free = deque(range(slots))
 
     def try_claim(self) -> np.ndarray | None:
@@ -325,23 +316,6 @@ class SlotSink:
 def store_of(layout: ReplayLayout, slots: int) -> ChunkStore:
     nbytes = ChunkStore.required_bytes(layout.chunk_layout, slots)
     return ChunkStore(aligned_zeros(nbytes), layout.chunk_layout, slots)
-
-
-def _redis_rig(memory: Memory, directory: Path, *, pairs: bool) -> Rig:
-    """Experience and parameters through a Redis; its learner samples without a link."""
-    server = redis_server.RedisServer(directory)
-    layout, replay = memory.layout, memory.replay()
-    links = [RedisLink(server.url, "", form_of(layout)) for _ in range(2)]
-    source = RedisExperienceSource(links[1], replay.store, 1)
-    store = store_of(layout, 3 * STREAMS)
-    sender = RedisChunkSender(links[0], store, (0,), most=4, pairs=pairs)
-    sink = SlotSink(links[0], store, 3 * STREAMS, sender)
-    direct = Direct(replay)
-    return Rig(
-        replay, make_intake(source, replay, 1), sink, direct, direct,
-        RedisParameterSink(links[1]), RedisParameterSource(links[0]), pumps=[sink.do_work],
-        closers=[*(link.close for link in links), server.stop],
-    )  # fmt: skip
 
 
 def _network_rig(memory: Memory, url: str) -> Rig:

@@ -1,18 +1,16 @@
 """The commands of a run on many hosts: replay, actor, learner, and keygen for their keys."""
 
-import itertools
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from zapex.cli.flags import parse
 from zapex.cli.resolve import Options, Resolved, findings, prepared, resolve
 from zapex.errors import ConfigError
 from zapex.host.parts import PARTS, Part
-from zapex.net.addresses import DEFAULT_PORT, is_redis
+from zapex.net.addresses import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from zapex.run.run import Membership
@@ -68,9 +66,7 @@ class _JoinOptions(_HostOptions):
 
     replay: str = DEFAULT_URL
     """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH; of a run with shards all of
-    them, shard 0 first, with commas and the same for all commands. Or a Redis that you run, in
-    place of `zapex replay`: redis://[USER@]HOST[:PORT][/DATABASE], or rediss:// with TLS; the
-    password is taken from REDISCLI_AUTH (docs/many_hosts.md)."""
+    them, shard 0 first, with commas and the same for all commands."""
     compress: bool = False
     """Compress this host's experience, or its batches, with zstd: for a narrow link."""
 
@@ -146,34 +142,9 @@ def command(name: str, args: list[str], wrap: str = "") -> int:
 
 
 def _chosen(part: Part, args: list[str]) -> Part:
-    """The part with a learner, or over a Redis, if it is asked for."""
-    if part.listens:
-        asked = {"--with-learner", "--with-learner=true"} & set(args)
-        return PARTS["replay with learner"] if asked else part
-    urls = [word.removeprefix("--replay=") for word in args if word.startswith("--replay=")]
-    urls += [after for word, after in itertools.pairwise(args) if word == "--replay"]
-    over_redis = any(is_redis(one) for url in urls for one in url.split(","))
-    if over_redis and any("," in url for url in urls):
-        raise ConfigError("a run has one Redis, and no shards with it: name one address")
-    return PARTS[f"{part.name} over redis"] if over_redis else part
-
-
-def _redis_url(url: str, more: _JoinOptions) -> str:
-    """The URL without its password, which is put where child processes read it. Checked."""
-    if more.keys:
-        raise ConfigError("--keys are of tcp://: for a Redis use rediss:// (TLS) and its passwords")
-    if more.compress:
-        raise ConfigError("--compress is of tcp://: through a Redis nothing is compressed")
-    from zapex.net.redis_link import PASSWORD, check_url
-
-    parts = urlsplit(url)
-    if parts.password:
-        os.environ[PASSWORD] = unquote(parts.password)
-        user, _, host = parts.netloc.rpartition("@")
-        url = parts._replace(netloc=f"{user.partition(':')[0]}@{host}").geturl()
-        url = url.replace("//@", "//")
-    check_url(url, more.insecure_network)
-    return url
+    """The part with a learner, if it is asked for."""
+    asked = part.listens and {"--with-learner", "--with-learner=true"} & set(args)
+    return PARTS["replay with learner"] if asked else part
 
 
 def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
@@ -201,8 +172,6 @@ def _membership(run: Resolved, part: Part) -> "Membership":
     )  # fmt: skip
     if membership.compress:
         check_installed("--compress")
-    if part.over_redis:
-        return replace(membership, url=_redis_url(url, more))
     urls = [url] if part.listens else _urls(url)
     for one in urls:
         address = addresses.parse(one, flag)
@@ -261,9 +230,6 @@ def doctor(name: str, args: list[str]) -> int:
     from zapex.run import preflight
 
     more = run.more
-    if part.over_redis:
-        url = _redis_url(more.replay, more)
-        return preflight.doctor([*findings(run, part), *preflight.check_redis(url)])
     fstack = None
     if part.listens:
         from zapex.fstack import Setup

@@ -55,7 +55,7 @@ class Host:
     @property
     def keeps_all(self) -> bool:
         """Whether this host keeps the experience of other hosts' actors."""
-        return self.part.startswith("replay") or self.part == "learner over redis"
+        return self.part.startswith("replay")
 
     @property
     def most_actors(self) -> int:
@@ -262,7 +262,7 @@ def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict
         chosen["reward_clip"] = Choice(False, "clipping is customary for Atari")
     if chosen["preset"].value == "paper":
         return chosen
-    if part in ("actor", "learner", "actor over redis"):
+    if part in ("actor", "learner"):
         chosen.pop("capacity")  # the replay's host has it
     else:
         chosen |= _within_memory(task, host, chosen)

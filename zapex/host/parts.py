@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from zapex.host.metrics import Role
 
-PartName = Literal[
-    "all", "replay", "replay with learner", "actor", "learner", "actor over redis",
-    "learner over redis",
-]  # fmt: skip
-Link = Literal["memory", "listens", "dials", "redis"]
-"""The link of a role to the others: this host's memory, a socket that listens, a socket that
-connects to the replay's host, or a Redis between actors and a learner that keeps the replay."""
+PartName = Literal["all", "replay", "replay with learner", "actor", "learner"]
+Link = Literal["memory", "listens", "dials"]
+"""The link of a role to the others: this host's memory, a socket that listens, or a socket that
+connects to the replay's host."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Part:
         """The command and the flag that choose this part."""
         if self.listens and self.learns:
             return ("replay", "--with-learner")
-        return (self.name.partition(" over ")[0],)
+        return (self.name,)
 
     @property
     def listens(self) -> bool:
@@ -55,23 +52,12 @@ class Part:
     @property
     def intake(self) -> str:
         """The role that accepts chunks on this host; "" if there is none."""
-        found = (role for role in ("replay", "relay") if role in self.roles)
-        return next(found, "learner" if self.samples_itself else "")
-
-    @property
-    def over_redis(self) -> bool:
-        """Whether its link to other hosts is a Redis."""
-        return "redis" in self.roles.values()
-
-    @property
-    def samples_itself(self) -> bool:
-        """Whether the learner keeps the experience, and draws its batches itself."""
-        return self.roles.get("learner") == "redis"
+        return next((role for role in ("replay", "relay") if role in self.roles), "")
 
     @property
     def holds_replay(self) -> bool:
         """Whether the run's experience is in this host's memory."""
-        return "replay" in self.roles or self.samples_itself
+        return "replay" in self.roles
 
     @property
     def learns(self) -> bool:
@@ -107,12 +93,6 @@ PARTS: dict[str, Part] = {
             "learner",
             {"learner": "dials", "evaluator": "memory"},
             elsewhere=("actor", "replay"),
-        ),
-        Part("actor over redis", {"actor": "memory", "relay": "redis"}, rejoins=True),
-        Part(
-            "learner over redis",
-            {"learner": "redis", "evaluator": "memory"},
-            elsewhere=("actor", "replay"),  # of which its learner writes the replay's
         ),
     )
 }

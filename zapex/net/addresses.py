@@ -56,11 +56,6 @@ class Address:
         return ":" in self.host
 
 
-def is_redis(url: str) -> bool:
-    """Whether a URL names a Redis: net/redis_link.py reads it."""
-    return url.startswith(("redis:", "rediss:"))
-
-
 def parse(url: str, flag: str) -> Address:
     """The address of a URL. Raises ConfigError for an invalid one, with the probable URL.
 

@@ -60,11 +60,6 @@ def run_part(config: Config, spec: EnvironmentSpec, membership: Membership, wrap
 def _tell_all(run: Run, reason: str) -> None:
     """End all hosts. The parent sends this, because its learner may be dead at that moment."""
     assert run.membership is not None
-    if run.part.over_redis:
-        from zapex.run import over_redis
-
-        over_redis.tell_all(run, reason)
-        return
     for shard in range(run.membership.shards):
         link = _link(run, run.membership, shard)
         try:
@@ -86,10 +81,6 @@ def _joined(run: Run) -> Run:
     """
     membership = run.membership
     assert membership is not None
-    if run.part.over_redis:
-        from zapex.run import over_redis
-
-        return over_redis.joined_run(run)
     membership = replace(membership, host=secrets.randbits(62) + 1)
     link = _link(run, membership)
     try:

@@ -152,20 +152,6 @@ def check_link(
     return [own, answer]
 
 
-def check_redis(url: str) -> list[Finding]:
-    """Check that the Redis of a run answers this user."""
-    from zapex.net.redis_link import PASSWORD, RedisLink
-
-    link = RedisLink(url, os.environ.get(PASSWORD, ""), None)
-    answers = link.attempt(lambda client: bool(client.ping()), False)
-    link.close()
-    found = "answers" if answers else link.problem
-    hint = "start one there, or look for firewalls between"
-    if link.refused:
-        hint = "give redis://USER@HOST, and the password in REDISCLI_AUTH"
-    return [Finding("Redis", found, answers, f"one at {url}", "" if answers else hint)]
-
-
 def _admits(url: str, keys: str, role: str, timeout_s: float) -> bool:
     """Whether a replay accepts this key. Its hello must be refused: a role may already run."""
     from zapex.net.keys import Security

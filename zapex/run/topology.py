@@ -38,8 +38,6 @@ MAKERS: dict[tuple[Role, Link], str] = {
     ("relay", "dials"): "zapex.run.networked:make_relay",
     ("learner", "dials"): "zapex.run.networked:make_learner_there",
     ("replay", "listens"): "zapex.run.networked:make_replay_there",
-    ("relay", "redis"): "zapex.run.over_redis:make_relay",
-    ("learner", "redis"): "zapex.run.over_redis:make_learner_itself",
 }
 """The function that makes a role with this link, by name, so ZeroMQ is imported only if needed."""
 

@@ -38,7 +38,6 @@ from zapex.wire.message import (
     text_body,
     word,
 )
-from zapex.wire.pairs import Pairs
 
 MAX_CONFIG_BYTES = 1 << 16
 # Parsed JSON takes many times the memory of its text, so objects are counted first.
@@ -258,7 +257,7 @@ _MESSAGES: dict[Kind, type[Message]] = {
     message.kind: message
     for message in (
         Hello, Welcome, Push, Ack, Sample, BatchMessage, Update, UpdateAck, Pull, Params, Publish,
-        PublishAck, Stats, Bye, Error, Call, Reply, Pairs,
+        PublishAck, Stats, Bye, Error, Call, Reply,
     )
 }  # fmt: skip
 COMPRESSIBLE = {Kind.PUSH, Kind.BATCH}

@@ -60,7 +60,6 @@ class Kind(IntEnum):
     ERROR = 15
     CALL = 16
     REPLY = 17
-    PAIRS = 18
 
 
 @dataclass(frozen=True)
