@@ -251,11 +251,14 @@ def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
 
 def test_parameters_are_sent_on_from_the_frame_that_they_came_in() -> None:
     publishing, came, went = Publishing(1), [], []
-    server, out, (source,) = publishing.server.server, publishing.out, publishing.sources
-    take, send_on = server.handlers[Kind.PUBLISH], RouterListener.send
-    server.handlers[Kind.PUBLISH] = lambda session, message: (
-        came.append(np.frombuffer(message.parameters, np.uint8)), take(session, message),
-    )  # fmt: skip
+    out, (source,) = publishing.out, publishing.sources
+    receive, send_on = RouterListener.receive, RouterListener.send
+
+    def received(self: RouterListener) -> Any:
+        found = receive(self)
+        if found is not None and kind_of(found[1]) == Kind.PUBLISH:
+            came.append(np.frombuffer(found[1][1], np.uint8))
+        return found
 
     def noted(self: RouterListener, peer: bytes, buffers: list[Any]) -> Any:
         if kind_of(buffers) == Kind.PARAMS:
@@ -263,7 +266,7 @@ def test_parameters_are_sent_on_from_the_frame_that_they_came_in() -> None:
         return send_on(self, peer, buffers)
 
     publishing.sink.publish(3, out + 7)
-    with mock.patch.object(RouterListener, "send", noted):
+    with mock.patch.multiple(RouterListener, send=noted, receive=received):
         until(lambda: source.newer_than(0, out), publishing.turn, "parameters")
     assert (out == 7).all()
     assert went[0].ctypes.data == came[0].ctypes.data

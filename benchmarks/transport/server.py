@@ -22,8 +22,7 @@ from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.net import keys as curve_keys
 from zapex.net.keys import Security
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
-from zapex.net.sample_sink import ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.net.sockets import listen
 from zapex.replay.core import ReplayCore, ReplayLayout
@@ -152,9 +151,9 @@ class NetworkServer:
             setting.form, {}, roster, incarnation=time.time_ns(),
             params_version=lambda: mailbox.version, **more,
         )  # fmt: skip
-        self.source = ZmqExperienceSource(self.server, store)
         sink = ZmqSampleSink(self.server, store)
         self.parameters = ZmqParameters(self.server, mailbox)
+        self.source = ZmqExperienceSource(self.server, store, [sink, self.parameters])
         if words is None:
             words = aligned_zeros(RoleMetrics.required_bytes())
         metrics = RoleMetrics(words, "replay", create=True)

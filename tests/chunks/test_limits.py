@@ -18,7 +18,7 @@ ROWS, FRAMES = 3, 4
 
 
 def limits(clipped: bool = True) -> Limits:
-    return Limits.of_run(SCHEMA, actions=4, frames_per_step=1, clipped=clipped)
+    return Limits.of_run(SCHEMA, actions=4, clipped=clipped)
 
 
 def chunk(**values: Any) -> ChunkStore:

@@ -20,8 +20,7 @@ from zapex.library.owner import OwnedReplay
 from zapex.library.url_handler import CallHandler
 from zapex.library.url_link import CONFIG, form_of
 from zapex.machine.mailbox import Mailbox
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
-from zapex.net.sample_sink import ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.net.sockets import Received
 from zapex.replay.core import ReplayLayout
@@ -225,8 +224,8 @@ class RunSessions(Sessions):
         form, layout = self.form, self._layout
         self._mailbox_memory[:] = 0
         self._mailbox = Mailbox(self._mailbox_memory, form.parameter_bytes, create=True)
-        source = ZmqExperienceSource(server, replay.store)
         sink, parameters = ZmqSampleSink(server, replay.store), ZmqParameters(server, self._mailbox)
+        source = ZmqExperienceSource(server, replay.store, [sink, parameters])
         limits = LimiterConfig(
             samples_per_insert=0, min_size_to_sample=1, tolerance=0, batch=1,
             grant=_STREAMS * layout.chunk, capacity=layout.capacity,
@@ -277,16 +276,14 @@ class LibrarySessions(Sessions):
             samples_per_insert=1, min_size_to_sample=1, tolerance=2 * grant + self.form.batch_size,
             grant=grant, batch=self.form.batch_size, capacity=self._layout.capacity,
         )  # fmt: skip
-        source = ZmqExperienceSource(server, replay.store)
-        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
         clock = itertools.count()  # a call that waits for the limiter is refused a few looks later
-        handler = CallHandler(
-            server, replay, intake.limiter, timeout_s=4.0, clock_s=lambda: float(next(clock))
-        )
+        handler = CallHandler(server, replay, timeout_s=4.0, clock_s=lambda: float(next(clock)))
+        source = ZmqExperienceSource(server, replay.store, [handler])
+        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
 
         def do_work() -> None:
             intake.do_work(0, 0)
-            handler.do_work()
+            handler.answer(intake.limiter)
             replay.inserted = intake.inserted
 
         return do_work

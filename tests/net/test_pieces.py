@@ -15,7 +15,7 @@ from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COUNT, BatchLayout, ChunkLayout
 from zapex.chunks.schema import Column, Schema
 from zapex.errors import BadMessage
-from zapex.net.sample_sink import ZmqSampleSink
+from zapex.net.replay_ends import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.sessions import Session
 from zapex.replay.draw import Draw

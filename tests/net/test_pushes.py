@@ -161,13 +161,13 @@ def test_a_group_that_is_known_in_part_or_too_much_is_taken_as_its_chunks_alone_
         expected = naive.next if incarnation == naive.incarnation else 0
         first, count = max(0, expected + int(rng.integers(-4, 2))), int(rng.integers(1, 7))
         push = _push(relay, incarnation, first, count)
-        credit = server.server.credit_bytes(0) // store.layout.body_bytes
+        credit = server.source.credit_bytes(0) // store.layout.body_bytes
         before = len(naive.taken)
         naive.push(incarnation, first, count, credit)
         taken = len(naive.taken) - before
         cut["known"] += 0 < expected - first < count
         cut["credit"] += 0 < taken == credit < count - max(0, expected - first)
-        server.server.handlers[Kind.PUSH](session, m.decode(m.encode(push), form))
+        server.source.handlers[Kind.PUSH](session, m.decode(m.encode(push), form))
         said += count
         assert server.roster.state(0) == (naive.incarnation, naive.next)
         if rng.random() < 0.5:

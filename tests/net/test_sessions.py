@@ -1,13 +1,11 @@
 """Who has which actor numbers, and for how long: sessions under a clock of the test's own."""
 
 import numpy as np
-import pytest
 
 from tests.fuzz.decoders import FORM
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import HEADER_WORDS
 from zapex.host.roster import Roster
-from zapex.net import sessions as net_sessions
 from zapex.net.sessions import Session, Sessions
 from zapex.wire.control import Error, Hello
 
@@ -22,20 +20,19 @@ class Clock:
         return self.now_s
 
 
-def sessions_of(actors: int, clock: Clock, closed: list[bytes] | None = None) -> Sessions:
+def sessions_of(actors: int, clock: Clock, *, takes_learner: bool = True) -> Sessions:
     headers = np.zeros((1, HEADER_WORDS), np.int64)
     roster = Roster(aligned_zeros(Roster.required_bytes(actors)), actors, headers)
-    hang_up = [] if closed is None else closed
-    return Sessions(FORM, CONFIG, roster, hang_up.append, clock)
+    return Sessions(FORM, CONFIG, roster, takes_learner, clock)
 
 
 def joins(
-    sessions: Sessions, host: int, incarnation: int = 1, role: str = "relay", address: str = ""
+    sessions: Sessions, host: int, incarnation: int = 1, role: str = "relay"
 ) -> Session | Error:
     peer = f"{host}.{incarnation}".encode()
     actors = int(role in ("relay", "client"))
     hello = Hello(role, host, incarnation, 0, FORM.schema.hash, actors, CONFIG)
-    found = sessions.join(peer, hello, None, address)
+    found = sessions.join(peer, hello, None, "")
     if isinstance(found, Session):
         sessions.connect(found, 0, peer)
     return found
@@ -86,35 +83,10 @@ def test_a_host_that_has_spoken_loses_its_numbers_after_ten_seconds_of_silence()
     assert isinstance(joins(sessions, 2), Session)
 
 
-def test_of_too_many_of_one_address_the_longest_silent_gives_way_and_no_other_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(net_sessions, "MOST_SESSIONS", 3)
-    closed: list[bytes] = []
-    sessions = sessions_of(2, Clock(), closed)
-
-    def there() -> list[int]:
-        return sorted(session.host for session in sessions.of_roles("reader", "relay"))
-
-    for host in (1, 2):
-        joins(sessions, host, address="10.0.0.1")  # with actor numbers: they do not count
-    for host in (3, 4, 5):
-        joins(sessions, host, role="reader", address="10.0.0.1")
-    joins(sessions, 6, role="reader", address="10.0.0.2")
-    assert there() == [1, 2, 3, 4, 5, 6]
-    assert not closed
-    assert sessions.of_peer(b"3.1") is not None  # heard again
-    joins(sessions, 7, role="reader", address="10.0.0.1")
-    assert there() == [1, 2, 3, 5, 6, 7]
-    assert closed == [b"4.1"]
-
-
 def test_a_replay_with_a_learner_on_its_host_refuses_another_one() -> None:
-    sessions = sessions_of(1, Clock())
-    sessions.takes_learner = False
+    sessions = sessions_of(1, Clock(), takes_learner=False)
     refusal = joins(sessions, 1, role="learner")
     assert isinstance(refusal, Error)
-    assert refusal.text == "this replay has its learner on its own host"
     assert isinstance(joins(sessions, 2), Session)
 
 

@@ -157,7 +157,7 @@ def states(server: NetworkReplay, state: int) -> list[int]:
 def take_all(client: Client, pushes: Pushes, first: int, accounts: Accounts) -> None:
     """A whole credit of pushes follows: every slot is free, and each is taken once."""
     server = client.server
-    credit = server.server.credit_bytes(0) // server.replay.store.layout.body_bytes
+    credit = server.source.credit_bytes(0) // server.replay.store.layout.body_bytes
     assert credit >= STREAMS
     before = server.source.counts["chunks"]
     for sequence in range(first, first + credit):
@@ -214,7 +214,7 @@ def test_a_push_that_is_refused_or_doubled_leaves_its_slot_free() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     client = Client(server)
-    client.until(lambda: server.server.credit_bytes(0))
+    client.until(lambda: server.source.credit_bytes(0))
     client.push(_with_wrong_checksum(pushes(0)))
     client.until(lambda: server.server.counts["bad"] == 1)
     assert server.source.counts["chunks"] == 0
@@ -237,7 +237,7 @@ def test_a_chunk_with_impossible_values_leaves_its_slot_free() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     client = Client(server)
-    client.until(lambda: server.server.credit_bytes(0))
+    client.until(lambda: server.source.credit_bytes(0))
     fill(pushes.store, 0, (0, LIFE, 0), 3, np.random.default_rng(1))
     pushes.store.column(0, "reward")[:] = np.nan
     chunks = [(pushes.store.body(0), 3, 2)]
@@ -264,7 +264,7 @@ def test_what_another_connection_began_is_not_written_into_a_chunk_that_is_live(
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     slow, quick = Client(server), Client(server, channel=m.SMALL)
-    slow.until(lambda: server.server.credit_bytes(0))
+    slow.until(lambda: server.source.credit_bytes(0))
     message = pushes(0, rows=8)
     data = slow.bytes_of(message)
     write_part(slow, data[:CUT])
@@ -292,7 +292,7 @@ def test_only_a_body_that_is_expected_next_is_received_into_a_slot() -> None:
 
     def is_in_a_slot(message: list[Buffer]) -> bool:
         client = Client(server)
-        client.until(lambda: server.server.credit_bytes(0))
+        client.until(lambda: server.source.credit_bytes(0))
         if server.source.counts["chunks"] == 0:
             client.push(pushes(0))
             client.until(lambda: server.source.counts["chunks"] == 1)
@@ -320,7 +320,7 @@ def test_a_new_connection_takes_over_from_one_that_stopped_within_a_body() -> No
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     old = Client(server)
-    old.until(lambda: server.server.credit_bytes(0))
+    old.until(lambda: server.source.credit_bytes(0))
     data = old.bytes_of(pushes(0))
     write_part(old, data[:CUT])
     new = Client(server)
@@ -333,12 +333,12 @@ def test_a_host_that_left_within_a_body_cannot_write_on_into_slots_of_others() -
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     old, small = Client(server), Client(server, channel=m.SMALL)
-    old.until(lambda: server.server.credit_bytes(0))
+    old.until(lambda: server.source.credit_bytes(0))
     data = old.bytes_of(pushes(0, rows=8))
     write_part(old, data[:CUT])
     small.push(m.encode(m.Bye("")))
     new = Client(server, host=2)
-    new.until(lambda: server.server.credit_bytes(0) and old.is_closed())
+    new.until(lambda: server.source.credit_bytes(0) and old.is_closed())
     take_all(new, pushes, 0, accounts)
 
 
@@ -347,7 +347,7 @@ def test_a_replay_that_dies_within_a_body_finds_its_slot_granted_and_free() -> N
     memory = Memory(layout_of(400, STREAMS), 1)
     server = accounts.watch(served(memory=memory))
     client = Client(server)
-    client.until(lambda: server.server.credit_bytes(0))
+    client.until(lambda: server.source.credit_bytes(0))
     data = client.bytes_of(pushes(0, rows=8))
     for cut in (70, CUT, len(data) - 1):
         write_part(client, data[:cut])
@@ -355,7 +355,7 @@ def test_a_replay_that_dies_within_a_body_finds_its_slot_granted_and_free() -> N
         server = accounts.watch(served(memory=memory))
         assert len(server.replay) == 0
         client = Client(server)
-        credit = server.server.credit_bytes
+        credit = server.source.credit_bytes
         client.until(lambda credit=credit: credit(0))
     take_all(client, pushes, 0, accounts)
 
@@ -364,10 +364,10 @@ def test_a_stream_of_pushes_in_pieces_of_any_size_is_taken_once_each() -> None:
     pushes, accounts, draw = Pushes(), Accounts(), random.Random(1)
     server = accounts.watch(served())
     client = Client(server)
-    client.until(lambda: server.server.credit_bytes(0))
+    client.until(lambda: server.source.credit_bytes(0))
     sequence = 0
     while sequence < 40:
-        credit = server.server.credit_bytes(0) // server.replay.store.layout.body_bytes
+        credit = server.source.credit_bytes(0) // server.replay.store.layout.body_bytes
         numbers = range(sequence, sequence + credit)
         for number in numbers:
             client.connection.send(pushes(number))
@@ -379,7 +379,7 @@ def test_a_stream_of_pushes_in_pieces_of_any_size_is_taken_once_each() -> None:
             server.turn()
         sequence += credit
         client.until(lambda n=sequence: server.source.counts["chunks"] == n)
-        client.until(lambda: server.server.credit_bytes(0))
+        client.until(lambda: server.source.credit_bytes(0))
     server.turn()
     assert accounts.taken == {(0, LIFE, n): 1 for n in range(sequence)}
     assert sum(server.source.counts[name] for name in ("early", "uncredited", "doubled")) == 0
@@ -410,7 +410,7 @@ def test_the_same_messages_have_the_same_result_as_over_tcp() -> None:
         layout = form_of(pushes.layout).layout
         hello = m.Hello("relay", 1, 1, m.BULK, layout.schema.hash, 1, CONFIG)
         dealer.send_multipart(m.encode(hello))
-        until(lambda s=server: s.server.credit_bytes(0), server.turn)
+        until(lambda s=server: s.source.credit_bytes(0), server.turn)
         for number, message in enumerate(_messages(pushes), 2):
             dealer.send_multipart(message)
             until(lambda s=server, n=number: s.server.counts["messages"] == n, server.turn)

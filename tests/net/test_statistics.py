@@ -1,13 +1,11 @@
 """Who is told of the whole run's counts, and in which order."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from tests.support.transport_rigs import SCHEMA
 from zapex.chunks.batch import aligned_zeros
-from zapex.chunks.limits import Limits
 from zapex.host.metrics import RoleMetrics
 from zapex.host.parts import PARTS
 from zapex.host.plan import HostPlan
@@ -19,7 +17,6 @@ from zapex.wire.control import REPLAY, Stats
 from zapex.wire.header import Kind, as_buffer
 
 ACTORS = 2
-LIMITS = Limits(reward=7, discount=0.9, priority=20.0, actions=1 << 40, frame=255.0)
 
 
 def layout() -> ReplayLayout:
@@ -39,9 +36,6 @@ class FakeServer:
     """A link server whose messages arrive at once, or not at all."""
 
     def __init__(self) -> None:
-        self.handlers: dict[Kind, Any] = {}
-        self.chores: list[Any] = []
-        self.form = SimpleNamespace(limits=LIMITS)
         self.learners: list[Session] = []
         self.refuses: set[int] = set()  # numbers that cannot be sent now
         self.sent: list[tuple[Session, Stats]] = []
@@ -49,7 +43,6 @@ class FakeServer:
             of_roles=lambda *roles: iter(self.learners), of_actor=lambda number: self.relay
         )
         self.relay = Session("relay", 1, 1, 0.0, actors=(0, 1))
-        self.transitions = lambda number: 10_000
 
     def send(self, session: Session, channel: int, stats: Stats) -> object:
         if stats.number in self.refuses:
@@ -66,7 +59,7 @@ def test_a_learner_that_takes_over_in_the_middle_of_a_round_counts_nothing_twice
         block.enter("environment")
         block.add("frames", 500)
         stats = Stats(number, 0, as_buffer(block.as_bytes()), as_buffer(np.empty(0, np.uint8)))
-        server.handlers[Kind.STATS](server.relay, stats)
+        handler.handlers[Kind.STATS](server.relay, stats)
     first = Session("learner", 8, 1, 0.0)
     server.learners, server.refuses = [first], {REPLAY}
     for _ in range(3):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from zapex.host.roster import Roster
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
-from zapex.net.sample_sink import ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.net.sockets import listen
@@ -84,8 +83,10 @@ class NetworkReplay:
 
     def __init__(
         self, memory: Memory, url: str, security: Security | None = None, *,
-        large_bytes: int = 1 << 16, form: Form | None = None, **kwargs: Any,
+        large_bytes: int = 1 << 16, form: Form | None = None, more_ends: Sequence[Any] = (),
+        **kwargs: Any,
     ) -> None:  # fmt: skip
+        """more_ends: each makes another end from this object. kwargs: for LinkServer."""
         layout = memory.layout
         self.replay = memory.replay()
         self.roster = Roster(memory.roster, memory.actors, self.replay.store.header_rows)
@@ -104,9 +105,10 @@ class NetworkReplay:
         )  # fmt: skip
         OPEN.append(self.server)
         self.url = self.server.url
-        self.source = ZmqExperienceSource(self.server, self.replay.store)
         self.sink = ZmqSampleSink(self.server, self.replay.store)
         self.parameters = ZmqParameters(self.server, mailbox)
+        ends = [self.sink, self.parameters, *(make(self) for make in more_ends)]
+        self.source = ZmqExperienceSource(self.server, self.replay.store, ends)
         self.intake = make_intake(self.source, self.replay, memory.actors)
 
     def turn(self) -> None:

@@ -25,7 +25,6 @@ class Limits:
     reward: of an n-step return, without its sign. discount: of the factor of the bootstrap.
     priority: a larger |priority| counts as this. actions: how many there are; 0: an action may be
     any value. frame: of a number in an observation, without its sign; 0: it may be any value.
-    frames_per_step: of the environment, for the counters.
     """
 
     reward: float = _FINITE
@@ -33,12 +32,9 @@ class Limits:
     priority: float = _FINITE
     actions: int = 0
     frame: float = 0.0
-    frames_per_step: int = 1
 
     @classmethod
-    def of_run(
-        cls, schema: Schema, *, actions: int, frames_per_step: int, clipped: bool
-    ) -> "Limits":
+    def of_run(cls, schema: Schema, *, actions: int, clipped: bool) -> "Limits":
         """The bounds of a run. clipped: its rewards are clipped to [-1, 1].
 
         Then an n-step return is at most the sum of gamma^k for k < n, a value is at most
@@ -50,7 +46,7 @@ class Limits:
             if gamma < 1.0:
                 priority = min(LARGEST, reward + 2 / (1 - gamma))
         discount = _ROUNDING * gamma
-        return cls(reward, discount, priority, actions, LARGEST, frames_per_step)
+        return cls(reward, discount, priority, actions, LARGEST)
 
     def breach(self, store: ChunkStore, slot: int, rows: int, frames: int) -> str:
         """What no run can produce in the chunk of a slot; "" if nothing. Limits its priorities."""

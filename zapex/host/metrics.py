@@ -167,10 +167,10 @@ class RoleMetrics:
         self._phases = {name: _HEADER_WORDS + i for i, name in enumerate(table.phases)}
         self._counters = {name: first_counter + i for i, name in enumerate(table.counters)}
         self._gauges = {name: first_gauge + i for i, name in enumerate(table.gauges)}
-        # What may be summed over hosts, by its name in `snapshot`.
-        self._summed = {f"phase/{name}": i for name, i in self._phases.items()}
-        self._summed |= {f"cpu/{name}": i + self._to_cpu for name, i in self._phases.items()}
-        self._summed |= self._counters
+        # The words that may be summed over hosts.
+        phases = self._phases.values()
+        cpu = [i + self._to_cpu for i in phases]
+        self._summed = (*phases, *cpu, *self._counters.values())
         self._added: dict[str, int] = {}
         self._since_ns = 0
         self._cpu_since_ns = 0
@@ -268,16 +268,12 @@ class RoleMetrics:
         *,
         fresh: bool,
         clock_ns: int,
-        most: Mapping[str, int] | None = None,
-    ) -> tuple[dict[str, int], int]:
+    ) -> None:
         """Add the counts of the same role's block on another host.
-
-        Returns what was added, by name, and the largest rest that was not.
 
         received, last: a block's bytes. last holds the bytes received before; like the block, it
         must exist longer than this process. fresh: the sender is a new one, and started at 0.
-        clock_ns: this host's clock minus the sender's clock. most: how much may be added, by
-        counter and by "phase/<name>" and "cpu/<name>"; the rest may be added later.
+        clock_ns: this host's clock minus the sender's clock.
 
         Raises SharedMemoryError if the bytes are not a block of this role with finite gauges.
         """
@@ -290,22 +286,18 @@ class RoleMetrics:
         gauges = memoryview(received).cast("d")
         if not all(math.isfinite(gauges[i]) for i in self._gauges.values()):
             raise SharedMemoryError(f"a peer's metrics of role {self.role!r} have no finite gauges")
-        added, left = {}, 0
-        for name, i in self._summed.items():
+        for i in self._summed:
             base = 0 if fresh else old[i]
-            more = max(0, new[i] - base)
-            added[name] = min(more, _MOST if most is None else max(0, most[name]))
-            left = max(left, more - added[name])
+            added = min(max(0, new[i] - base), _MOST)
             # First: if this process dies now, it has counted too little, but not twice.
-            old[i] = base + added[name]
-            words[i] = min(words[i] + added[name], _MOST)
+            old[i] = base + added
+            words[i] = min(words[i] + added, _MOST)
         for i in self._gauges.values():
             words[i] = new[i]
         changed_ns = max(0, min(new[_HEARTBEAT] + clock_ns, _MOST))
         spent_ns = min(sum(words[i] for i in phases), _MOST)
         words[_PHASE], words[_HEARTBEAT], words[_START] = phase, changed_ns, changed_ns - spent_ns
         words[_PID] = ELSEWHERE if new[_PID] and phase else 0
-        return added, left
 
     def is_gone(self) -> None:
         """Record that the role on the other host has stopped sending."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from zapex.chunks.layout import ACTOR, COMMIT_SEQUENCE, INCARNATION, LIVE, SEQUENCE, STATE
 from zapex.errors import NotEnoughData, ZapexError, tell
 from zapex.library.owner import OwnedReplay
-from zapex.net.server import LinkServer
+from zapex.net.server import End, LinkServer
 from zapex.net.sessions import Session
 from zapex.replay.draw import METHODS
 from zapex.replay.limiter import RateLimiter
@@ -23,8 +23,8 @@ from zapex.wire.header import Kind, as_buffer
 _MOST_CALLS = 64  # calls of one client that may wait
 
 
-class CallHandler:
-    """Answers calls. Call `do_work()` after the intake's, so that answers include new chunks.
+class CallHandler(End):
+    """Answers calls. Call `answer()` after the intake, so that answers include new chunks.
 
     A client's calls are answered in order. A batch waits, at most timeout_s, while the limiter does
     not allow it or its client has not received the earlier batches. If an answer cannot be sent
@@ -32,15 +32,19 @@ class CallHandler:
     """
 
     def __init__(
-        self, server: LinkServer, replay: OwnedReplay, limiter: RateLimiter,
-        *, timeout_s: float, clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._server, self._replay, self._limiter = server, replay, limiter
+        self,
+        server: LinkServer,
+        replay: OwnedReplay,
+        *,
+        timeout_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._replay = server, replay
         self._timeout_s, self._clock_s = timeout_s, clock_s
         self._packer = BatchPacker(replay.store)
         self._calls: list[tuple[Session, Call, float]] = []
         self.dropped = 0  # calls that got no answer because none could be sent
-        server.handlers[Kind.CALL] = self._take
+        self.handlers = {Kind.CALL: self._take}
 
     @property
     def waiting(self) -> int:
@@ -55,32 +59,28 @@ class CallHandler:
         if call.sequence not in mine and len(mine) < _MOST_CALLS:
             self._calls.append((session, call, self._clock_s()))
 
-    def do_work(self) -> int:
+    def answer(self, limiter: RateLimiter) -> int:
         """Answer all calls that can be answered now. Returns how many."""
         calls, self._calls = self._calls, []
         for session, call, since_s in calls:
-            if call.what == Request.SAMPLE and not self._may_sample(session, call.rows):
+            if call.what == Request.SAMPLE and not self._may_sample(limiter, session, call.rows):
                 if self._clock_s() - since_s < self._timeout_s:
                     self._calls.append((session, call, since_s))
                 else:
-                    self._give_up(session, call)
+                    self._give_up(limiter, session, call)
                 continue
             try:
-                self._answer(session, call)
+                self._answer(limiter, session, call)
             except ZapexError as error:
                 self._fail(session, call, error)
         return len(calls) - len(self._calls)
 
-    def _may_sample(self, session: Session, rows: int) -> bool:
-        return bool(self._server.room(session, BULK)) and self._is_allowed(rows)
+    def _may_sample(self, limiter: RateLimiter, session: Session, rows: int) -> bool:
+        return bool(self._server.room(session, BULK)) and _is_allowed(limiter, rows)
 
-    def _is_allowed(self, rows: int) -> bool:
-        # Below the minimum size the replay itself raises at once.
-        return not self._limiter.open or self._limiter.can_sample(rows)
-
-    def _give_up(self, session: Session, call: Call) -> None:
+    def _give_up(self, limiter: RateLimiter, session: Session, call: Call) -> None:
         if self._server.room(session, BULK):
-            text = f"after {self._timeout_s:g} s: {self._limiter.explain()}"
+            text = f"after {self._timeout_s:g} s: {limiter.explain()}"
             self._fail(session, call, NotEnoughData(text))
         else:
             self.dropped += 1
@@ -90,10 +90,10 @@ class CallHandler:
         reply = Reply(call.sequence, tell(error), body=as_buffer(words))
         self._server.send(session, SMALL, reply)
 
-    def _answer(self, session: Session, call: Call) -> None:
+    def _answer(self, limiter: RateLimiter, session: Session, call: Call) -> None:
         replay = self._replay
         if call.what == Request.SAMPLE:
-            self._sample(session, call)
+            self._sample(limiter, session, call)
             return
         a = b = 0
         body = b""
@@ -102,7 +102,7 @@ class CallHandler:
             a, b = replay.reprioritise(call.keys.copy(), call.priorities.copy())
             body = self._present()
         elif call.what == Request.CAN_SAMPLE:
-            a = int(replay.can_sample(call.rows) and self._is_allowed(call.rows))
+            a = int(replay.can_sample(call.rows) and _is_allowed(limiter, call.rows))
             body = self._present()
         elif call.what == Request.STATS:
             a, body = len(replay), json.dumps(replay.stats()).encode()
@@ -115,7 +115,7 @@ class CallHandler:
         tree = self._replay.tree
         return PRESENT.pack(tree.total, len(self._replay), tree.min_positive)
 
-    def _sample(self, session: Session, call: Call) -> None:
+    def _sample(self, limiter: RateLimiter, session: Session, call: Call) -> None:
         replay, rows = self._replay, call.rows
         part, method = divmod(call.option, len(METHODS))
         # Of a part, the client knows whether all replays together hold enough.
@@ -129,8 +129,8 @@ class CallHandler:
             self.dropped += 1
             return
         replay.sampled += rows
-        if self._limiter.open:
-            self._limiter.sample(rows)
+        if limiter.open:
+            limiter.sample(rows)
 
     def _keys(self, actor: int, incarnation: int, sequence: int) -> NDArray[np.int64]:
         """The keys of a chunk's transitions while it is in the memory; after that none."""
@@ -146,3 +146,8 @@ class CallHandler:
         # A client that has gone had the same number: the newest chunk is the one asked for.
         newest = slots[rows[slots, COMMIT_SEQUENCE].argmax()]
         return store.keys_of(store.indices(int(newest)), self._replay.shard)
+
+
+def _is_allowed(limiter: RateLimiter, rows: int) -> bool:
+    # Below the minimum size the replay itself raises at once.
+    return not limiter.open or limiter.can_sample(rows)

@@ -182,7 +182,7 @@ class Cycle:
 
     def do_work(self) -> int:
         """Take in chunks, answer calls. Answers are copies, so evicted slots are free at once."""
-        work = self.intake.do_work(0, 0) + self.handler.do_work()
+        work = self.intake.do_work(0, 0) + self.handler.answer(self.intake.limiter)
         self.replay.inserted = self.intake.inserted
         return work
 
@@ -244,9 +244,9 @@ def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: in
     server = LinkServer(
         listener, form, CONFIG, roster, incarnation=incarnation, params_version=lambda: 0
     )
-    source = ZmqExperienceSource(server, replay.store)
+    handler = CallHandler(server, replay, timeout_s=config.timeout_s)
+    source = ZmqExperienceSource(server, replay.store, [handler])
     intake = Intake(source, replay, limits, actors=config.writers, streams_per_actor=CREDIT)
-    handler = CallHandler(server, replay, intake.limiter, timeout_s=config.timeout_s)
     return Cycle(server, intake, handler, replay)
 
 

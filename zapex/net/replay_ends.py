@@ -1,7 +1,9 @@
-"""The replay's ends of its links: chunks in, parameters out. Batches: net/sample_sink.py."""
+"""The replay's ends of its links: chunks in, batches and parameters out."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +24,86 @@ from zapex.chunks.store import ChunkStore, set_state_kernel
 from zapex.errors import BadMessage
 from zapex.host.roster import NO_HOST
 from zapex.machine.mailbox import Mailbox
-from zapex.net.server import LinkServer
+from zapex.net.server import End, LinkServer
 from zapex.net.sessions import MAY_SEND, Session
-from zapex.net.slot_memory import SlotMemory
+from zapex.replay.draw import Draw
 from zapex.transport import Incarnation
 from zapex.wire import control as messages
+from zapex.wire.batches import BatchPacker, check_batch_size, packed_bytes
+from zapex.wire.compression import check_compresses
 from zapex.wire.control import BULK, SMALL
 from zapex.wire.experience import Push, claimed_push
 from zapex.wire.header import Buffer, Kind, as_buffer
 
 _UNACKNOWLEDGED = 16  # chunks that may be committed before an ack is sent
+_MOST_REQUESTS = 64
+_FREE = 4  # free buffers of batches that are kept
 
 
-class ZmqExperienceSource:
+class _SlotMemory:
+    """Slots as the memory that pushes are received into, where the transport can do that.
+
+    A slot is in use here while a buffer of it exists: a part of a push that is being received, or
+    that waits to be handled. So a push that is cut, refused or doubled leaves its slot free as soon
+    as its buffers are gone. No header of a slot changes here; only the commit makes a chunk count.
+    """
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store, layout = store, store.layout
+        sections = [layout.sections[name] for name in layout.schema.obs_columns]
+        self._columns = [(section.offset, section.nbytes) for section in sections]
+        # By slot, the array of its body. Every buffer that `_part` gives keeps it alive. A plain
+        # dictionary, as a WeakValueDictionary is slow to ask; what has ended leaves it.
+        self._used: dict[int, ref[NDArray[np.uint8]]] = {}
+        self._slots: dict[int, int] = {}  # by the id of such an array, its slot
+        self._peers: dict[int, bytes] = {}
+
+    def unused(self, slots: Iterable[int]) -> list[int]:
+        """Those of the slots that nothing is received into."""
+        return [slot for slot in slots if slot not in self._used]
+
+    def peers(self, slots: Iterable[int]) -> set[bytes]:
+        """The peers whose pushes are in these slots."""
+        return {self._peers[slot] for slot in slots if slot in self._used}
+
+    def begin(self, peer: bytes, slot: int, nbytes: int) -> Buffer | None:
+        """Memory for the first observation column of a peer's push; None: it does not fit."""
+        start = self._store.body(slot)
+        body = self._store.mem[start : start + self._store.layout.body_bytes]
+        used, slots, key = self._used, self._slots, id(body)
+        assert slot not in used
+
+        def end(_: ref[NDArray[np.uint8]]) -> None:
+            del used[slot], slots[key]
+
+        used[slot], slots[key], self._peers[slot] = ref(body, end), slot, peer
+        return self._part(body, 0, nbytes)
+
+    def continue_with(self, parts: Sequence[Buffer], nbytes: int) -> Buffer | None:
+        """Memory for the next column of a push, beside these parts; None: they are elsewhere."""
+        body = parts[0].obj
+        if self._slot_of(body) is None:
+            return None
+        assert isinstance(body, np.ndarray)
+        return self._part(body, len(parts), nbytes)
+
+    def _slot_of(self, body: object) -> int | None:
+        """The slot whose body this array is. While it exists, no other object has its id."""
+        return self._slots.get(id(body))
+
+    def _part(self, body: NDArray[np.uint8], column: int, nbytes: int) -> Buffer | None:
+        if column >= len(self._columns):
+            return None
+        offset, most = self._columns[column]
+        return body.data[offset : offset + nbytes] if nbytes <= most else None
+
+    def slot_of(self, part: Buffer, slots: Collection[int]) -> int | None:
+        """The slot whose body this is a part of; None: it is none of these slots."""
+        slot = self._slot_of(part.obj)
+        return slot if slot in slots else None
+
+
+class ZmqExperienceSource(End):
     """Chunks from relays, each into a slot granted to its actor.
 
     A transport that can does so while it receives them (`_place`); else they are copied.
@@ -42,12 +111,16 @@ class ZmqExperienceSource:
     starts again continues with the same slots. Acks are sent after the commit, one per relay and
     group of pushes: pushes that say `more` share one ack with the next. It is sent earlier when no
     other chunk has come, or when `_UNACKNOWLEDGED` chunks wait for it.
+
+    ends: the other ends of the same server, which get their messages in `take_in`.
     """
 
-    def __init__(self, server: LinkServer, store: ChunkStore) -> None:
-        self._server, self._store = server, store
+    def __init__(self, server: LinkServer, store: ChunkStore, ends: Sequence[End] = ()) -> None:
+        self._server, self._store, self._ends = server, store, ends
+        self.handlers = {Kind.PUSH: self._push}
+        self._all_handlers = {k: h for end in (self, *ends) for k, h in end.handlers.items()}
         self._roster = server.roster
-        self._memory = SlotMemory(store)
+        self._memory = _SlotMemory(store)
         actors = range(self._roster.actors)
         self._incarnations = dict.fromkeys(actors, NO_HOST)
         self._slots: list[deque[int]] = [deque() for _ in actors]
@@ -65,11 +138,7 @@ class ZmqExperienceSource:
             # The intake takes back slots that another host was granted, or that are half written.
             if rows[slot, INCARNATION] == self._roster.host(actor) != NO_HOST:
                 self._slots[actor].append(slot)
-        server.handlers[Kind.PUSH] = self._push
         server.listener.place = self._place
-        server.credit_bytes = self._credit_bytes
-        self._transitions = [0] * self._roster.actors
-        server.transitions = self._transitions.__getitem__
 
     def ready(self) -> bool:
         """Whether a message, a commit or an ack waits to be handled."""
@@ -78,18 +147,19 @@ class ZmqExperienceSource:
 
     def take_in(self) -> list[Incarnation]:
         """Receive messages. Returns the actors whose host came, left or was replaced since."""
-        self._server.do_work()
+        self._server.do_work(self._all_handlers, self.credit_bytes)
+        for end in self._ends:
+            end.do_work()
         changed = []
         for actor, known in self._incarnations.items():
             host = self._roster.host(actor)
             if host != known:
                 self._incarnations[actor] = host
-                # Nobody may write into slots that the intake takes back.
+                # No peer may write into slots that the intake takes back.
                 for peer in self._memory.peers(self._slots[actor]):
                     self._server.guard.hang_up(peer)
                 if known != NO_HOST:
                     self._slots[actor].clear()
-                    self._server.priorities.forget(known)
                 changed.append(Incarnation(actor, host))
                 self._touched.add(actor)
         if self.counts["chunks"] - self._answered >= _UNACKNOWLEDGED or not any(self._committed):
@@ -121,13 +191,17 @@ class ZmqExperienceSource:
         self._slots[actor].extend(slots.tolist())
         session = self._server.sessions.of_actor(actor)
         if session is not None and actor not in self._awaited:
-            self._server.send(session, SMALL, messages.Ack(self._server.actor_states([actor])))
+            self._server.send(session, SMALL, messages.Ack(self._states([actor])))
 
     def _is_settled(self, actor: int) -> bool:
         """Whether the intake knows the actor's host; slots of a former host are not valid."""
         return self._incarnations[actor] == self._roster.host(actor)
 
-    def _credit_bytes(self, actor: int) -> int:
+    def _states(self, actors: Iterable[int]) -> NDArray[np.void]:
+        return self._server.actor_states(actors, self.credit_bytes)
+
+    def credit_bytes(self, actor: int) -> int:
+        """How much an actor may push now."""
         slots = len(self._slots[actor]) if self._is_settled(actor) else 0
         return slots * self._store.layout.body_bytes
 
@@ -138,7 +212,7 @@ class ZmqExperienceSource:
         All checks of `_push` follow when the message is whole.
         """
         if len(earlier) != 1:
-            return self._memory.go_on(earlier[1:], nbytes) if earlier else None
+            return self._memory.continue_with(earlier[1:], nbytes) if earlier else None
         session = self._server.sessions.known(peer)
         claimed = claimed_push(earlier[0], self._server.form)
         if session is None or claimed is None or Kind.PUSH not in MAY_SEND[session.role]:
@@ -161,7 +235,7 @@ class ZmqExperienceSource:
         if actor >= self._roster.actors:
             raise BadMessage(f"the run has {self._roster.actors} actors, got number {actor}")
         if not self._is_settled(actor) or self._incarnations[actor] != session.host:
-            self._out_of_season(session, "uncredited", len(push.chunks))
+            self.counts["uncredited"] += len(push.chunks)
             return
         incarnation, expected = self._roster.state(actor)
         (self._awaited if push.more else self._touched).add(actor)
@@ -169,10 +243,10 @@ class ZmqExperienceSource:
         # How many of these are known. The rest begins with the next expected one, or is early.
         known = (expected if push.incarnation == incarnation else 0) - push.sequence
         if push.incarnation < incarnation or known >= count:
-            self._out_of_season(session, "doubled", count)
+            self.counts["doubled"] += count
             return
         if known < 0:
-            self._out_of_season(session, "early", count)
+            self.counts["early"] += count
             return
         self.counts["doubled"] += known
         placed = self._memory.slot_of(push.body[0], slots)
@@ -183,33 +257,23 @@ class ZmqExperienceSource:
             if self._commit(session, slot, push, number, frames=placed is None):
                 slots.remove(slot)
         if known + taken < count:
-            self._out_of_season(session, "uncredited", count - known - taken)
-        else:
-            self._server.judge(session, BULK, in_season=True)
-
-    def _out_of_season(self, session: Session, what: str, chunks: int) -> None:
-        self.counts[what] += chunks
-        self._server.judge(session, BULK, in_season=False)
+            self.counts["uncredited"] += count - known - taken
 
     def _commit(
         self, session: Session, slot: int, push: Push, number: int, *, frames: bool
     ) -> bool:
-        """Commit a chunk to a slot; False: no run produces its values, and it is only counted.
+        """Commit a chunk to a slot; False: no run produces its values, so it is only acknowledged.
 
         frames: whether they must be copied.
         """
         store, chunk, sequence = self._store, push.chunks[number], push.sequence + number
         push.write(number, store.layout, store.mem, store.body(slot), frames=frames)
-        self._transitions[push.actor] += chunk.rows
         breach = self._server.form.limits.breach(store, slot, chunk.rows, chunk.frames)
         if breach:
             self._roster.advance(push.actor, push.incarnation, sequence + 1)
-            self._out_of_season(session, "refused", 1)
+            self.counts["refused"] += 1
             self._server.refuse(session, f"actor {push.actor}'s chunk with {breach}")
             return False
-        if not self._server.form.any_rows:  # a library has no learner to compare with
-            priorities = store.column(slot, "priority")[: chunk.rows]
-            self._server.priorities.limit(session.host, priorities)
         header = store.header_rows[slot]
         header[COUNT], header[STREAM], header[SEQUENCE] = chunk.rows, chunk.stream, sequence
         header[INCARNATION], header[HOST] = push.incarnation, self._roster.host(push.actor)
@@ -232,10 +296,128 @@ class ZmqExperienceSource:
             if session is not None:
                 by_session.setdefault(session, []).append(actor)
         for session, actors in by_session.items():
-            self._server.send(session, SMALL, messages.Ack(self._server.actor_states(actors)))
+            self._server.send(session, SMALL, messages.Ack(self._states(actors)))
 
 
-class ZmqParameters:
+class ZmqSampleSink(End):
+    """Requests from learners and priorities back; batches are packed here, next to the data.
+
+    No slot is read after `answer` returns, so evicted slots are free at once. A learner that does
+    not receive its batches gets no more batches until it does.
+    """
+
+    def __init__(self, server: LinkServer, store: ChunkStore) -> None:
+        form = server.form
+        check_batch_size(form.batch_size, form.schema.stack)
+        self._server, self._packer = server, BatchPacker(store)
+        self._buffers: list[tuple[NDArray[np.uint8], Any]] = []  # buffers that libzmq holds
+        self._free: list[NDArray[np.uint8]] = []
+        self._updates: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
+        self.issued = 0
+        self.counts = dict.fromkeys(("batches", "dropped", "updates", "foreign"), 0)
+        self.handlers = {Kind.SAMPLE: self._sample, Kind.UPDATE: self._update}
+
+    @property
+    def released(self) -> int:
+        """All answers: each one is a copy."""
+        return self.issued
+
+    def ready(self) -> bool:
+        """Whether there are updates that were not taken yet."""
+        return bool(self._updates)
+
+    def requests(self) -> int:
+        """How many batches are requested by learners that can receive one now."""
+        learners, room = self._server.sessions.of_roles("learner"), self._server.room
+        return sum(min(len(s.requests), room(s, BULK)) for s in learners)
+
+    def rows(self) -> int:
+        """The rows of the oldest request of a learner that can receive a batch now."""
+        session = self._next()
+        return session.oldest.rows if session else self._server.form.batch_size
+
+    def _next(self) -> Session | None:
+        learners, room = self._server.sessions.of_roles("learner"), self._server.room
+        return next((s for s in learners if s.requests and room(s, BULK)), None)
+
+    def answer(self, draw: Draw) -> None:
+        """Answer the oldest request; it stays if the batch cannot be sent.
+
+        One piece is on its way while the next is packed.
+        """
+        session = self._next()
+        if session is None:  # its session was lost after `requests` counted
+            self.counts["dropped"] += 1
+            return
+        request = session.requests.pop(session.oldest.sequence)
+        self.issued += 1
+        rows = min(request.piece_rows or request.rows, request.rows)  # whatever a learner says
+        for first in range(0, len(draw.keys), rows):
+            buffer = self._take_buffer(packed_bytes(self._server.form.schema, rows))
+            if not self._send(session, request, draw.piece(first, rows), first, buffer):
+                session.requests[request.sequence] = request
+                self.counts["dropped"] += 1
+                return
+        self.counts["batches"] += 1
+
+    def _send(
+        self, session: Session, request: messages.Sample, draw: Draw, first: int,
+        buffer: NDArray[np.uint8],
+    ) -> bool:  # fmt: skip
+        message = self._packer.pack(
+            draw, epoch=self._server.roster.epoch, sequence=request.sequence, memory=buffer,
+            first=first,
+        )  # fmt: skip
+        tracker = self._server.send(session, BULK, message, request.compressed)
+        if tracker is None:
+            self._free.append(buffer)
+        else:
+            self._buffers.append((buffer, tracker))
+        return tracker is not None
+
+    def _take_buffer(self, nbytes: int) -> NDArray[np.uint8]:
+        held = []
+        for buffer, tracker in self._buffers:
+            if tracker.done:
+                self._free.append(buffer)
+            else:
+                held.append((buffer, tracker))
+        self._buffers = held
+        # Buffers that a slow learner needed once are not kept forever.
+        del self._free[_FREE:]
+        while self._free:
+            buffer = self._free.pop()
+            if buffer.nbytes >= nbytes:
+                return buffer
+        return np.empty(nbytes, np.uint8)
+
+    def updates(self) -> Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Priority updates since the last call."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _sample(self, session: Session, sample: messages.Sample) -> None:
+        if len(session.requests) >= _MOST_REQUESTS:
+            text = f"at most {_MOST_REQUESTS} batches can be asked for ahead"
+            self._server.send(session, SMALL, messages.Error(messages.Fault.BAD, text))
+            return
+        if sample.compressed:
+            check_compresses()
+        session.requests[sample.sequence] = sample
+
+    def _update(self, session: Session, update: messages.Update) -> None:
+        if update.sequence >= session.next_update:
+            session.next_update = update.sequence + 1
+            if update.epoch == self._server.roster.epoch:
+                self._updates.append((update.keys.copy(), update.priorities.copy()))
+                self.counts["updates"] += 1
+            else:
+                self.counts["foreign"] += len(update.keys)
+        ack = messages.UpdateAck(session.next_update, self.counts["foreign"])
+        self._server.send(session, SMALL, ack)
+
+
+class ZmqParameters(End):
     """The newest parameters, in memory that outlives the server, for all clients that ask.
 
     A version is encoded once, and all clients get the same bytes. Parameters that came over the
@@ -247,9 +429,7 @@ class ZmqParameters:
         self._version = 0
         self._parts: Sequence[Buffer] = ()  # never written to: libzmq may hold them
         self.counts = dict.fromkeys(("sent", "kept"), 0)
-        server.handlers[Kind.PUBLISH] = self._publish
-        server.handlers[Kind.PULL] = self._pull
-        server.chores.append(self.do_work)
+        self.handlers = {Kind.PUBLISH: self._publish, Kind.PULL: self._pull}
 
     def _publish(self, session: Session, publish: messages.Publish) -> None:
         newer = publish.version > self._mailbox.version

@@ -1,13 +1,19 @@
-"""The replay's server: receives messages, gives them to handlers, and answers.
+"""The replay's server: receives messages, gives them to its ends, and answers.
 
 It uses a Listener and does not depend on a transport. A message on a connection without a hello is
-answered with "say hello" and dropped. A peer that sends an invalid message is counted and loses its
-session. When that happens repeatedly, the server closes the connection (guard.py).
+answered with "say hello" and dropped. A peer that sends an invalid message loses its session, and
+the third time its connection. If messages in flight take too much memory, the connections that hold
+the most are closed.
 """
 
+import ctypes
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,8 +22,6 @@ from numpy.typing import NDArray
 from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
 from zapex.host.roster import Roster
 from zapex.machine.waiting import rest_until
-from zapex.net.guard import Guard
-from zapex.net.priorities import InitialPriorities
 from zapex.net.sessions import MAY_SEND, Session, Sessions
 from zapex.net.sockets import Listener, Received, Tracker
 from zapex.wire import control as messages
@@ -28,9 +32,12 @@ from zapex.wire.message import Message
 _AT_MOST = 256  # messages taken in before the duty cycle continues
 _ERRORS_PER_S = 100.0
 _UNSENT = 4  # large messages that wait on one connection
-_SLIGHT = 1 / 128  # of a fault: a correct peer does it rarely, by bad timing
+_SLIGHT = 1 / 128  # of a strike: a correct peer does it rarely, after a restart of this process
 MEMORY_BYTES = 1 << 30
-_TELL_S = 5.0  # between two lines about refused values
+_GUARD_S = 0.01
+_REST_S = 0.05  # no connection to close: the process itself uses the memory
+_ALARM, _CALM = 0.5, 0.25  # shares of the bound: act above the first, until below the second
+_STRIKES = 3.0  # invalid messages until a peer is disconnected
 _COUNTED = {Fault.REFUSED: "refused", Fault.FENCED: "fenced"}
 
 
@@ -48,22 +55,132 @@ def _least_memory(form: Form) -> int:
     return _UNSENT * (form.largest_answer_bytes + form.parameter_bytes)
 
 
+def own_bytes(statm: int | None = None) -> int:
+    """Resident memory of this process that is not shared; statm: an open /proc/self/statm."""
+    if statm is None:
+        with open("/proc/self/statm", "rb") as file:
+            return own_bytes(file.fileno())
+    _, resident, shared, *_ = os.pread(statm, 256, 0).split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Guard:
+    """Limits a server's memory and its peers' invalid messages, from a thread of its own.
+
+    It closes the connections for which the transport holds the most bytes (Listener.held), and
+    those of peers that broke the rules. bound_bytes: for messages in flight, in addition to the
+    process's memory at the start.
+    """
+
+    def __init__(self, listener: Listener, bound_bytes: int) -> None:
+        self.bound_bytes = bound_bytes
+        self._listener = listener
+        # It stays open: a peer that uses up all descriptors must not stop the guard.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._base_bytes = own_bytes(self._statm)
+        self._used_before = 0
+        self._strikes: dict[bytes, float] = {}
+        self.hung_up = 0  # connections that were closed here
+        self._libc = ctypes.CDLL(None)
+        self._stop = threading.Event()
+        args = weakref.ref(self), self._stop
+        self._thread = threading.Thread(target=_watch, args=args, name="guard", daemon=True)
+        self._thread.start()
+
+    def strike(self, peer: bytes, weight: float = 1.0) -> None:
+        """A peer broke the rules. The third time it is disconnected."""
+        self._strikes[peer] = self._strikes.get(peer, 0.0) + weight
+        if self._strikes[peer] >= _STRIKES:
+            self.hang_up(peer)
+
+    def hang_up(self, connection: bytes | int) -> None:
+        """Close a connection, and forget its peer's strikes."""
+        self._listener.hang_up(connection)
+        self.hung_up += 1
+        if isinstance(connection, bytes):
+            self.forget(connection)
+
+    def forget(self, peer: bytes) -> None:
+        """A connection has ended."""
+        self._strikes.pop(peer, None)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join(5)
+            os.close(self._statm)
+
+    def look(self) -> float:
+        """Disconnect peers if memory runs out. Returns how long to sleep after it, in seconds."""
+        used = own_bytes(self._statm) - self._base_bytes
+        # Before the next check has an effect, it may grow by twice the growth since the last one.
+        expected = used + 2 * max(0, used - self._used_before)
+        self._used_before = used
+        if expected > _ALARM * self.bound_bytes:
+            with suppress(OSError):  # no descriptor is free now; a later check has one
+                return self._make_room()
+        return _GUARD_S
+
+    def _make_room(self) -> float:
+        """Close the connections that hold the most bytes, until the rest is below _CALM."""
+        held = sorted(self._listener.held(), key=lambda one: one[0], reverse=True)
+        excess = sum(nbytes for nbytes, _ in held) - int(_CALM * self.bound_bytes)
+        acted = excess > 0
+        for nbytes, connection in held:
+            if excess <= 0:
+                break
+            self.hang_up(connection)
+            excess -= nbytes
+        self._libc.malloc_trim(0)
+        return _GUARD_S if acted else _REST_S
+
+
+def _watch(guard: "weakref.ref[Guard]", stop: threading.Event) -> None:
+    """Check as long as the guard exists; the thread does not keep an unused guard alive."""
+    rest_s = _GUARD_S
+    while not stop.wait(rest_s):
+        alive = guard()
+        if alive is None:
+            return
+        rest_s = alive.look()
+        del alive
+
+
 Handler = Callable[[Session, Any], None]
 
 
-def _tell(text: str) -> None:
+class End:
+    """One end of the links: `handlers` by the kinds of messages that it takes."""
+
+    handlers: Mapping[Kind, Handler] = {}
+
+    def do_work(self) -> object:
+        """Do regular work, in each duty cycle."""
+
+
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 class LinkServer:
-    """The replay's end of all links; `do_work()` receives and handles messages.
+    """Receives messages from all clients, and sends to them.
 
-    listener: is closed with the server. form: sizes and shapes of
-    this run's messages. config: the shared settings; a client's must be equal. memory_bytes: the
-    limit for messages in flight (guard.py); None: 1 GiB, or what four batches need if that is more.
-    The ends of the links (replay_ends.py) set `handlers` by kind, `chores` of every duty cycle,
-    `credit_bytes`, how much an actor may push, and `transitions`, how many it has pushed. tell:
-    takes a line about a peer that sends impossible values.
+    Args:
+        listener: closed with the server.
+        form: sizes and shapes of this run's messages.
+        config: the shared settings; a client's must be equal.
+        roster: who has which actor numbers.
+        incarnation: of this process.
+        params_version: the newest version of the parameters.
+        takes_learner: False: the learner is on the replay's host.
+        memory_bytes: limit for messages in flight; None: 1 GiB, or what four batches need if that
+            is more.
+        tell: takes a line about a client that sends impossible values.
+        clock_s: monotonic, in seconds; for tests.
+
+    Attributes:
+        over: why the run has ended; "" while it runs.
     """
 
     def __init__(
@@ -75,27 +192,21 @@ class LinkServer:
         *,
         incarnation: int,
         params_version: Callable[[], int],
+        takes_learner: bool = True,
         memory_bytes: int | None = None,
-        tell: Callable[[str], object] = _tell,
+        tell: Callable[[str], object] = _print,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.listener, self.url, self.form, self.roster = listener, listener.url, form, roster
-        self.handlers: dict[Kind, Handler] = {Kind.BYE: self._bye}
-        self.chores: list[Callable[[], object]] = []
-        self.credit_bytes: Callable[[int], int] = lambda actor: 0
-        self.transitions: Callable[[int], int] = lambda actor: 0
-        self.priorities = InitialPriorities(given=config.get("initial_priority") != "max")
         self.counts = dict.fromkeys(
-            ("messages", "bad", "unknown", "forbidden", "refused", "fenced", "unsent", "lies"), 0
+            ("messages", "bad", "unknown", "forbidden", "refused", "fenced", "unsent"), 0
         )
         self.guard = Guard(listener, memory_bytes or max(MEMORY_BYTES, _least_memory(form)))
-        self.sessions = Sessions(form, config, roster, self.guard.hang_up, clock_s)
+        self.sessions = Sessions(form, config, roster, takes_learner, clock_s)
         listener.on_gone = self._gone
-        self.over = ""  # why the run has ended, from the learner
+        self.over = ""
         self._incarnation = incarnation
-        self._params_version, self._clock_s = params_version, clock_s
-        self._tell, self._told_s = tell, -_TELL_S
-        self._untold, self._refusal = 0, ""
+        self._params_version, self._tell, self._clock_s = params_version, tell, clock_s
         self._errors_s, self._errors_left = clock_s(), _ERRORS_PER_S
 
     def send(
@@ -127,32 +238,18 @@ class LinkServer:
         peer = session.peers[channel]
         return 0 if peer is None else max(0, _UNSENT - self.listener.queued(peer))
 
-    def actor_states(self, actors: Any) -> NDArray[np.void]:
-        """ACTOR_STATE records as they are now."""
-        states = [(a, *self.roster.state(a), self.credit_bytes(a)) for a in actors]
+    def actor_states(
+        self, actors: Iterable[int], credit_bytes: Callable[[int], int]
+    ) -> NDArray[np.void]:
+        """ACTOR_STATE records as they are now; credit_bytes: how much an actor may push."""
+        states = [(a, *self.roster.state(a), credit_bytes(a)) for a in actors]
         return np.array(states, ACTOR_STATE)
 
-    def judge(self, session: Session, channel: int, *, in_season: bool) -> None:
-        """Count a valid message of a client, or a fault that is allowed if it is rare."""
-        peer = session.peers[channel]
-        if peer is not None:
-            self.guard.strike(peer, -_SLIGHT if in_season else _SLIGHT)
-
     def refuse(self, session: Session, what: str) -> None:
-        """Count what no honest client sends. Tell of the latest, once every _TELL_S at most."""
-        self.counts["lies"] += 1
-        self._untold += 1
-        self._refusal = f"{session} sent {what}: refused"
-        self._tell_refusals()
-
-    def _tell_refusals(self) -> None:
-        now_s = self._clock_s()
-        if not self._untold or now_s - self._told_s < _TELL_S:
-            return
-        others = self._untold - 1
-        more = f" ({others:,} more since the last line)" if others else ""
-        self._tell(self._refusal + more)
-        self._told_s, self._untold = now_s, 0
+        """Report values that no run produces; only the first of a session, as more may follow."""
+        if not session.refused:
+            self._tell(f"{session} sent {what}: refused; further ones are not reported")
+        session.refused += 1
 
     def wait(self, ready: Callable[[], object], timeout_s: float) -> bool:
         """Return True as soon as `ready()` is true, False when it was not within `timeout_s`."""
@@ -163,17 +260,17 @@ class LinkServer:
 
         return rest_until(ready, timeout_s, rest)
 
-    def do_work(self) -> int:
-        """Receive and handle messages. Returns how many."""
+    def do_work(self, handlers: Mapping[Kind, Handler], credit_bytes: Callable[[int], int]) -> int:
+        """Receive messages and give them to their handlers. Returns how many.
+
+        credit_bytes: how much an actor may push.
+        """
         self.listener.do_work()
         done = 0
         while done < _AT_MOST and (received := self.listener.receive()) is not None:
             done += 1
-            self._take(received)
+            self._take(received, handlers, credit_bytes)
         self.counts["messages"] += done
-        for chore in self.chores:
-            chore()
-        self._tell_refusals()
         return done
 
     def close(self) -> None:
@@ -185,12 +282,17 @@ class LinkServer:
         self.guard.forget(peer)
         self.sessions.forget_peer(peer)
 
-    def _take(self, received: Received) -> None:
+    def _take(
+        self,
+        received: Received,
+        handlers: Mapping[Kind, Handler],
+        credit_bytes: Callable[[int], int],
+    ) -> None:
         peer, buffers = received
         try:
             message = messages.decode(buffers, self.form, of_client=True)
             if isinstance(message, Hello):
-                self._hello(received, message)
+                self._hello(received, message, credit_bytes)
                 return
             session = self.sessions.of_peer(peer)
             if session is None:
@@ -202,8 +304,10 @@ class LinkServer:
                 text = f"a {session.role} may not send {message.kind.name}"
                 self._answer(peer, Error(Fault.REFUSED, text))
                 self.guard.strike(peer)
-            elif message.kind in self.handlers:
-                self.handlers[message.kind](session, message)
+            elif message.kind == Kind.BYE:
+                self._bye(session, message)
+            elif message.kind in handlers:
+                handlers[message.kind](session, message)
         except BadMessage as error:  # found in its bytes, or by a handler
             self.counts["bad"] += 1
             fault = Fault.REFUSED if isinstance(error, OtherVersion) else Fault.BAD
@@ -211,7 +315,7 @@ class LinkServer:
             self.sessions.forget_peer(peer)
             self.guard.strike(peer)
 
-    def _hello(self, received: Received, hello: Hello) -> None:
+    def _hello(self, received: Received, hello: Hello, credit_bytes: Callable[[int], int]) -> None:
         peer, buffers = received
         if self.over:
             self._answer(peer, Error(Fault.OVER, self.over))
@@ -233,7 +337,7 @@ class LinkServer:
         welcome = Welcome(
             self._incarnation, self.form.schema.hash, self.roster.epoch, self._params_version(),
             self.roster.actors, self.form.layout.chunk, old != peer,
-            self.actor_states(session.actors),
+            self.actor_states(session.actors, credit_bytes),
         )  # fmt: skip
         self.send(session, hello.channel, welcome)
 

@@ -8,11 +8,10 @@ from typing import Any
 from zapex.errors import BadMessage
 from zapex.host.roster import NO_HOST, Roster
 from zapex.wire.control import Error, Fault, Hello, Sample
-from zapex.wire.header import MAX_ACTORS, Form, Kind
+from zapex.wire.header import Form, Kind
 
 _SESSION_S = 10.0  # after this much silence a host may lose its actor numbers
 _START_S = 60.0  # the same for a host that has said only hello: its processes are starting
-MOST_SESSIONS = MAX_ACTORS  # without actor numbers: of one key, or of one address without keys
 _WRITERS = ("relay", "client")  # these roles have actor numbers and push chunks
 MAY_SEND = {
     "relay": {Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.STATS, Kind.BYE},
@@ -29,7 +28,7 @@ class Session:
     requests.
 
     requests: by their number. address: of the client's machine; "" if it is not known.
-    owner: its key or its address. spoke: it has sent a message since its hello.
+    spoke: it has sent a message since its hello. refused: values that no run produces.
     """
 
     role: str
@@ -37,8 +36,8 @@ class Session:
     incarnation: int
     heard_s: float
     address: str = ""
-    owner: str = ""
     spoke: bool = False
+    refused: int = 0
     peers: list[bytes | None] = field(default_factory=lambda: [None, None])
     actors: tuple[int, ...] = ()
     wants_newer_than: int | None = None
@@ -65,11 +64,10 @@ class Sessions:
     """All clients. A client has two connections. Its session begins with its hello.
 
     A session ends with its last connection. A host keeps its actor numbers, and the learner its
-    place, for some time longer. There may be MOST_SESSIONS others of one key or address; then the
-    one that was silent for the longest time gives way to a new one.
+    place, for some time longer.
 
-    form, config: a client's messages and shared settings must equal these. hang_up: closes a
-    connection.
+    form, config: a client's messages and shared settings must equal these. takes_learner: False:
+    the learner is on the replay's host.
     """
 
     def __init__(
@@ -77,31 +75,28 @@ class Sessions:
         form: Form,
         config: Mapping[str, Any],
         roster: Roster,
-        hang_up: Callable[[bytes], object],
+        takes_learner: bool,
         clock_s: Callable[[], float],
     ) -> None:
         self._form, self._roster, self._clock_s = form, roster, clock_s
         # As JSON gives a peer's.
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config)))
-        self._hang_up = hang_up
-        self.takes_learner = True  # False: it is on the replay's host
+        self.takes_learner = takes_learner
         self._started_s = clock_s()
-        self._by_place: dict[tuple[str, int], Session] = {}
+        self._by_client: dict[tuple[str, int], Session] = {}
         self._by_peer: dict[bytes, tuple[Session, int]] = {}
-        # By owner: sessions that may give way, those heard last at the end.
-        self._idle: dict[str, dict[Session, None]] = {}
 
     def of_roles(self, *roles: str) -> Iterator[Session]:
         """The clients that are connected, or were a short time ago."""
         # A copy: a session may end while the caller sends to it.
-        return (s for s in list(self._by_place.values()) if s.role in roles)
+        return (s for s in list(self._by_client.values()) if s.role in roles)
 
     def of_actor(self, actor: int) -> Session | None:
         """The client that runs an actor now."""
         return self._of_host(self._roster.host(actor))
 
     def _of_host(self, host: int) -> Session | None:
-        return self._by_place.get(("relay", host)) or self._by_place.get(("client", host))
+        return self._by_client.get(("relay", host)) or self._by_client.get(("client", host))
 
     def known(self, peer: bytes) -> Session | None:
         """The client of this connection; None if it did not say hello."""
@@ -112,7 +107,7 @@ class Sessions:
         session = self.known(peer)
         if session is not None:
             session.spoke = True
-            self._hear(session)
+            session.heard_s = self._clock_s()
         return session
 
     def forget_peer(self, peer: bytes) -> None:
@@ -133,7 +128,7 @@ class Sessions:
         known, _ = self._by_peer.get(peer, (None, 0))
         if known is not None and (known.role, known.host) != (hello.role, hello.host):
             raise BadMessage("a connection belongs to one client until it closes")
-        session = self._session(hello, role, address)
+        session = self._session(hello, address)
         if hello.role in _WRITERS:
             actors = self._assign(session, hello.actors)
             if actors is None:
@@ -143,7 +138,7 @@ class Sessions:
                     f"all {self._roster.actors} actor numbers are in use: raise --actors there",
                 )
             session.actors = tuple(actors)
-        self._hear(session)
+        session.heard_s = self._clock_s()
         return session
 
     def connect(self, session: Session, channel: int, peer: bytes) -> bytes | None:
@@ -164,13 +159,6 @@ class Sessions:
         if session.role in _WRITERS:
             self._roster.release(session.host)
 
-    def _hear(self, session: Session) -> None:
-        session.heard_s = self._clock_s()
-        idle = self._idle.setdefault(session.owner, {})
-        idle.pop(session, None)
-        if not session.actors and session.role != "learner":
-            idle[session] = None
-
     def _objection(self, hello: Hello, role: str | None) -> Error | None:
         """Why this client is refused, or None."""
         if role not in (None, hello.role):
@@ -188,7 +176,7 @@ class Sessions:
             return Error(Fault.REFUSED, f"{text}: lower --actors here, or raise it at the replay")
         if hello.role == "learner" and not self.takes_learner:
             return Error(Fault.REFUSED, "this replay has its learner on its own host")
-        known = self._by_place.get(_place(hello))
+        known = self._by_client.get(_role_and_host(hello))
         if known is not None and known.incarnation > hello.incarnation:
             return Error(Fault.FENCED, f"a newer {hello.role} has replaced this one")
         if known is not None and known.host != hello.host and not hello.actors:  # a learner
@@ -198,41 +186,24 @@ class Sessions:
                 return Error(Fault.REFUSED, text)
         return None
 
-    def _session(self, hello: Hello, role: str | None, address: str) -> Session:
+    def _session(self, hello: Hello, address: str) -> Session:
         """The session of this client, new or known."""
-        place, owner = _place(hello), role or address
-        session = self._by_place.get(place)
+        key = _role_and_host(hello)
+        session = self._by_client.get(key)
         if session is None or session.incarnation < hello.incarnation:
             if session is not None:
                 self._end(session)
-            self._make_room(owner)
-            session = Session(
-                hello.role, hello.host, hello.incarnation, self._clock_s(), address, owner
-            )
-            self._by_place[place] = session
+            session = Session(hello.role, hello.host, hello.incarnation, self._clock_s(), address)
+            self._by_client[key] = session
         return session
-
-    def _make_room(self, owner: str) -> None:
-        """End the session that was silent for the longest time if its owner has very many."""
-        idle = self._idle.get(owner, {})
-        if len(idle) >= MOST_SESSIONS:
-            oldest = next(iter(idle))
-            peers = [peer for peer in oldest.peers if peer is not None]
-            self._end(oldest)
-            for peer in peers:
-                self._hang_up(peer)
 
     def _end(self, session: Session) -> None:
         for peer in session.peers:
             if peer is not None:
                 self._by_peer.pop(peer, None)
         session.peers = [None, None]
-        if self._by_place.get(_place(session)) is session:
-            del self._by_place[_place(session)]
-        idle = self._idle.get(session.owner, {})
-        idle.pop(session, None)
-        if not idle:
-            self._idle.pop(session.owner, None)
+        if self._by_client.get(_role_and_host(session)) is session:
+            del self._by_client[_role_and_host(session)]
 
     def _assign(self, session: Session, count: int) -> list[int] | None:
         actors = self._roster.assign(session.host, count)
@@ -246,7 +217,7 @@ class Sessions:
                 if now_s - s.heard_s < (_START_S if s.starts else _SESSION_S)
             }
             hosts = {self._roster.host(actor) for actor in range(self._roster.actors)}
-            # The longest silent first: who is only stopped for a while is likely to come back.
+            # The longest silent first: a host that was only stopped for a while may come back.
             gone = sorted(
                 hosts - there - {session.host, NO_HOST},
                 key=lambda host: (known[host].heard_s if host in known else -1.0, host),
@@ -272,6 +243,6 @@ def differences(
     return f": {', '.join(lines)}; give all commands of a run the same --config"
 
 
-def _place(hello: Hello | Session) -> tuple[str, int]:
+def _role_and_host(hello: Hello | Session) -> tuple[str, int]:
     # There is one learner. There may be many clients of the other roles.
     return hello.role, 0 if hello.role == "learner" else hello.host

@@ -6,26 +6,23 @@ The counts of an actor number continue when another host takes the number over.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.limits import Limits
 from zapex.errors import SharedMemoryError
-from zapex.host.metrics import EPISODE, TABLES, RoleMetrics
-from zapex.host.plan import HostPlan
+from zapex.host.metrics import EPISODE, RoleMetrics
 from zapex.net.link import ZmqLink
-from zapex.net.server import LinkServer
+from zapex.net.server import End, LinkServer
 from zapex.net.sessions import Session
 from zapex.shm_transport import HostMemory
 from zapex.wire.control import LEARNER, MAX_EPISODES, REPLAY, SMALL, Stats, Welcome
 from zapex.wire.header import Kind, as_buffer
 
 PERIOD_S = 1.0
-_SLACK_S = 10.0  # of the times of phases
 SILENT_S = 10.0  # a host that is silent for this long counts as gone
 _AT_MOST = 32  # messages at once: half of a connection's queue, and other work must not wait
 _WAITING = 64  # messages of episodes kept while no learner is connected
@@ -45,7 +42,7 @@ class _Round:
         self._clock_s, self._due_s = clock_s, 0.0
         self._left: deque[int] = deque()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Drop what is left of a round; a new one is due now."""
         self._left.clear()
         self._due_s = 0.0
@@ -100,14 +97,6 @@ class StatsSender:
         return False
 
 
-class _Taken(NamedTuple):
-    """What was added, the largest rest that was not, and the episodes that came."""
-
-    added: dict[str, int]
-    left: int
-    episodes: NDArray[np.void]
-
-
 class RemoteRole:
     """One role of another host, as this host knows it."""
 
@@ -129,13 +118,12 @@ class RemoteRole:
         source: int,
         *,
         from_now: bool = False,
-        most: Mapping[str, int] | None = None,
-    ) -> "_Taken | None":
-        """Add the new counts. Returns None for an invalid block.
+    ) -> NDArray[np.void] | None:
+        """Add the new counts. Returns the episodes, with times of this host's clock.
 
         source: the number of the counting process; another process started its counts at zero.
-        from_now: counts from before the first message do not belong to this run. most: as
-        `RoleMetrics.take_over` takes it. The episodes' times are of this host's clock.
+        from_now: counts from before the first message do not belong to this run. None: the block is
+        invalid.
         """
         clock_ns = time.perf_counter_ns() - stats.time_ns
         known = int(self._sources[self._index])
@@ -143,15 +131,15 @@ class RemoteRole:
             self._last[:] = np.frombuffer(stats.metrics, np.uint8)
             known = source
         try:
-            added, left = self.block.take_over(
-                stats.metrics, self._last, fresh=known != source, clock_ns=clock_ns, most=most
+            self.block.take_over(
+                stats.metrics, self._last, fresh=known != source, clock_ns=clock_ns
             )
         except SharedMemoryError:
             return None
         self._sources[self._index] = source
         records = np.frombuffer(stats.episodes, EPISODE).copy()
         records["time_ns"] += clock_ns
-        return _Taken(added, left, records)
+        return records
 
 
 def remote_roles(host: HostMemory) -> dict[int, RemoteRole]:
@@ -161,62 +149,23 @@ def remote_roles(host: HostMemory) -> dict[int, RemoteRole]:
     return {numbers[name]: RemoteRole(host, name) for name, _ in host.plan.elsewhere}
 
 
-class _Account:
-    """What one actor's statistics can be: no more than its chunks show, and the time that passed.
-
-    An actor has made at most the steps whose transitions have come, and those of its host's slots.
-    So counts that no run reaches do not count. A new server starts the account anew.
-    """
-
-    def __init__(self, plan: HostPlan, limits: Limits, actor: int, clock_s: float) -> None:
-        streams, schema = plan.envs_per_actor, plan.replay.schema
-        # Four slots of each stream on the actor's host (Run.plan), and steps that are not in one.
-        self._ahead = streams * (4 * plan.replay.chunk + schema.n_step) + 8 * plan.replay.chunk
-        self._frames_per_step, self._started_s = limits.frames_per_step, clock_s
-        self._streams = range(actor * streams, (actor + 1) * streams)
-        self._added: Counter[str] = Counter()
-
-    def most(self, transitions: int, now_s: float) -> dict[str, int]:
-        """How much may be added, by name. transitions: that have come from the actor."""
-        steps = self._ahead + transitions
-        passed_ns = int((now_s - self._started_s + _SLACK_S) * 1e9)
-        table = TABLES["actor"]
-        most = dict.fromkeys(table.counters, steps) | {"frames": self.reach(transitions)}
-        for phase in table.phases:
-            most[f"phase/{phase}"] = most[f"cpu/{phase}"] = passed_ns
-        return {name: n - self._added[name] for name, n in most.items()}
-
-    def reach(self, transitions: int) -> int:
-        """The largest number of frames that the actor can have played."""
-        return (self._ahead + transitions) * self._frames_per_step
-
-    def add(self, added: Mapping[str, int]) -> None:
-        """Some were added."""
-        self._added.update(added)
-
-    def possible(self, records: NDArray[np.void]) -> NDArray[np.void]:
-        """The episodes that the actor can have finished."""
-        steps = self._added["steps"] + self._ahead
-        whole = np.isin(records["stream"], self._streams) & np.isfinite(records["game_return"])
-        whole &= (records["epsilon"] >= 0) & (records["epsilon"] <= 1)
-        whole &= (records["steps"] >= 1) & (records["steps"] <= steps)
-        whole &= (records["frames"] >= 0) & (records["params_version"] >= 0)
-        whole &= records["frames"] <= steps * self._frames_per_step
-        left = self._added["episodes"] + MAX_EPISODES - self._added["records"]
-        found: NDArray[np.void] = records[whole][: max(0, left)]
-        self._added["records"] += len(found)
-        return found
+def _possible(records: NDArray[np.void], streams: range) -> NDArray[np.void]:
+    """The episodes whose values an actor with these streams can have sent."""
+    fine = np.isin(records["stream"], streams) & np.isfinite(records["game_return"])
+    fine &= (records["epsilon"] >= 0) & (records["epsilon"] <= 1) & (records["steps"] >= 1)
+    fine &= (records["frames"] >= 0) & (records["params_version"] >= 0)
+    found: NDArray[np.void] = records[fine]
+    return found
 
 
-class StatsHandler:
+class StatsHandler(End):
     """The replay's handler of statistics: keeps them, and sends them on to the learner."""
 
     def __init__(
         self, server: LinkServer, host: HostMemory, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._server, self._clock_s = server, clock_s
-        limits, now_s = server.form.limits, clock_s()
-        self._accounts = [_Account(host.plan, limits, i, now_s) for i in range(host.plan.actors)]
+        self._streams = host.plan.envs_per_actor
         self._own = host.metrics("replay")
         self._roles = remote_roles(host)
         self._numbers = [*range(host.plan.actors), REPLAY]
@@ -225,39 +174,25 @@ class StatsHandler:
         self._round = _Round(clock_s)
         self._reader: Session | None = None
         self.counts = {"foreign": 0}
-        server.handlers[Kind.STATS] = self._take
-        server.chores.append(self.do_work)
+        self.handlers = {Kind.STATS: self._take}
 
     def _take(self, session: Session, stats: Stats) -> None:
         number = stats.number
-        if number == LEARNER and session.role == "learner":
-            taken = self._roles[LEARNER].take(stats, session.host)
-        elif number in session.actors:
-            taken = self._take_actor(session, stats)
-        else:
-            taken = None
-        if taken is None:
+        episodes = None
+        if number in session.actors or (number == LEARNER and session.role == "learner"):
+            episodes = self._roles[number].take(stats, session.host)
+        if episodes is None:
             self.counts["foreign"] += 1
             self._server.refuse(session, f"statistics that are not of its role, number {number}")
-        elif len(taken.episodes):
-            self._episodes.try_offer(taken.episodes)  # dropped if the parent is slow
-            self._waiting.append(taken.episodes)
-
-    def _take_actor(self, session: Session, stats: Stats) -> _Taken | None:
-        """The statistics of an actor, as far as they can be."""
-        account, transitions = self._accounts[stats.number], self._server.transitions(stats.number)
-        most = account.most(transitions, self._clock_s())
-        taken = self._roles[stats.number].take(stats, session.host, most=most)
-        if taken is None:
-            return None
-        account.add(taken.added)
-        if taken.left > account.reach(transitions):
-            self._server.refuse(session, f"counts that actor {stats.number} cannot have reached")
-        possible = account.possible(taken.episodes)
-        if len(possible) < len(taken.episodes):
-            self._server.refuse(session, f"episodes that actor {stats.number} cannot have played")
-        possible["time_ns"] = np.minimum(possible["time_ns"], time.perf_counter_ns())
-        return taken._replace(episodes=possible)
+            return
+        first = number * self._streams
+        possible = _possible(episodes, range(first, first + self._streams))
+        if len(possible) < len(episodes):
+            self._server.refuse(session, f"episodes that actor {number} cannot have played")
+        if len(possible):
+            possible["time_ns"] = np.minimum(possible["time_ns"], time.perf_counter_ns())
+            self._episodes.try_offer(possible)  # dropped if the parent is slow
+            self._waiting.append(possible)
 
     def do_work(self) -> int:
         """Once per second: mark gone hosts, send all to the learner. Returns how many messages."""
@@ -267,7 +202,7 @@ class StatsHandler:
         learner = next(self._server.sessions.of_roles("learner"), None)
         if learner is not self._reader:
             self._reader = learner
-            self._round.begin_anew()  # it must get the replay's own last
+            self._round.restart()  # it must get the replay's own last
             return False
         if learner is None or self._is_silent(learner):
             if LEARNER in self._roles:  # else it is on this host
@@ -315,6 +250,6 @@ class StatsReader:
         role = self._roles.get(stats.number)
         if role is None:
             return
-        taken = role.take(stats, self._epoch, from_now=not self._roles[REPLAY].known)
-        if taken is not None and len(taken.episodes):
-            self._episodes.try_offer(taken.episodes)
+        episodes = role.take(stats, self._epoch, from_now=not self._roles[REPLAY].known)
+        if episodes is not None and len(episodes):
+            self._episodes.try_offer(episodes)

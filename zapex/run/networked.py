@@ -17,10 +17,9 @@ from zapex.host.routes import Routes
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
-from zapex.net.sample_sink import ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
-from zapex.net.server import LinkServer
+from zapex.net.server import End, LinkServer
 from zapex.net.shard_samples import ShardedSampleSource
 from zapex.net.sockets import listen
 from zapex.net.statistics import SILENT_S, StatsHandler, StatsLink, StatsReader, StatsSender
@@ -50,7 +49,6 @@ _NEWS_PERIOD_S = 30.0  # between two reminders of the same problem
 _LOOK_S = 0.5
 _FAREWELL_S = 6.0  # relays learn with their next hello that the run is over, and send the rest
 _OPEN_S = 5.0
-_UNKNOWN = 1 << 48  # transitions: no bound to an actor's counters
 
 
 def security_of(membership: Membership) -> Security:
@@ -339,18 +337,13 @@ def make_replay_there(start: Start) -> LinkedRole:
             fstack=membership.fstack,
         ),
         run.form, run.settings_at(membership.shard), roster, incarnation=start.incarnation,
-        params_version=lambda: mailbox.version,
+        params_version=lambda: mailbox.version, takes_learner=not run.part.learns,
         memory_bytes=membership.network_memory_bytes, tell=start.notices.tell,
     )  # fmt: skip
-    source = ZmqExperienceSource(server, replay.store)
-    if membership.shards > 1:  # most of an actor's transitions may be at others
-        server.transitions = lambda actor: _UNKNOWN
-    ZmqParameters(server, mailbox)
-    StatsHandler(server, host)
+    ends: list[End] = [ZmqParameters(server, mailbox), StatsHandler(server, host)]
     chores: list[Callable[[], object]] = []
     sink: SampleSink
     if run.part.learns:
-        server.sessions.takes_learner = False
         sink, endings = host.sample_sink(), host.ring("endings").consumer()
 
         def look_for_ending() -> None:
@@ -360,6 +353,8 @@ def make_replay_there(start: Start) -> LinkedRole:
         chores.append(look_for_ending)
     else:
         sink = ZmqSampleSink(server, replay.store)
+        ends.append(sink)
+    source = ZmqExperienceSource(server, replay.store, ends)
     role = make_replay(start, replay, source, sink)
     chores += [_PeerNews(server, start.notices), keeper.do_work]
 

@@ -175,7 +175,6 @@ class Run:
             limits=Limits.of_run(
                 plan.replay.schema,
                 actions=self.spec.num_actions,
-                frames_per_step=self.spec.frames_per_step,
                 clipped=self.config.env.reward_clip,
             ),
         )

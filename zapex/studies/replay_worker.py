@@ -16,8 +16,7 @@ from zapex.host.roster import Roster
 from zapex.machine.child import child_setup
 from zapex.machine.mailbox import Mailbox
 from zapex.net.keys import Security
-from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters
-from zapex.net.sample_sink import ZmqSampleSink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.server import LinkServer
 from zapex.net.sockets import listen
 from zapex.replay.core import ReplayCore, ReplayLayout
@@ -64,8 +63,8 @@ def serve(run: Run) -> None:
         listen("tcp://127.0.0.1:0", CLOSED, form.largest_request_bytes), form, {}, roster,
         incarnation=time.time_ns(), params_version=lambda: mailbox.version,
     )  # fmt: skip
-    source, sink = ZmqExperienceSource(server, replay.store), ZmqSampleSink(server, replay.store)
-    ZmqParameters(server, mailbox)
+    sink = ZmqSampleSink(server, replay.store)
+    source = ZmqExperienceSource(server, replay.store, [sink, ZmqParameters(server, mailbox)])
     limits = LimiterConfig(
         samples_per_insert=0, tolerance=0, min_size_to_sample=batch, batch=batch,
         grant=STREAMS * layout.chunk, capacity=layout.capacity,
