@@ -56,6 +56,7 @@ def test_it_says_who_waits() -> None:
         one.step("actor 0")
         one.step("replay")
     assert limiter_state(one) == "actors wait"
+    assert gauge(one, "owed") == one.limiter.owed > 0
     for _ in range(200):  # nobody plays
         one.step("learner")
         one.step("replay")
@@ -105,6 +106,7 @@ def test_slots_that_leave_quarantine_wake_it_only_for_actors_that_wait(waits: bo
     # Everything is in quarantine or live until the learner gathers what it was answered.
     assert one.replay.ledger.free < 2
     assert not server.ready()
+    assert limiter_state(one) == "no free slots"
     if not waits:
         one.host.set_incarnation("actor 0", 0)
         server.do_work()

@@ -59,6 +59,13 @@ def test_cartpole_is_learned_in_a_bounded_number_of_steps() -> None:
     assert facts["reason"] == "the mean return of an evaluation reached 100"
 
 
+def test_a_run_says_why_its_learner_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--learning-starts", "3000", "--max-frames", "500", "--eval-period-s", "0"]
+    assert train(*SMALL, *limits, "--run-dir", "run") == 0
+    reasons = [x for x in capsys.readouterr().out.splitlines() if "of the time" in x]
+    assert any("learner" in x and "min_size_to_sample=3000" in x for x in reasons), reasons
+
+
 def test_the_same_seed_twice_gives_the_same_run_bit_for_bit_and_another_seed_does_not() -> None:
     for run, seed in (("a", "7"), ("b", "7"), ("c", "8")):
         limits = ["--max-frames", "2500", "--eval-period-s", "2"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support import fake_run
-from zapex.host.metrics import EPISODE
+from zapex.host.metrics import EPISODE, LIMITER_STATES
+from zapex.replay.limiter import LimiterConfig
 from zapex.watch.monitor import Episodes
 from zapex.watch.report import RunFacts
 
@@ -194,6 +195,59 @@ def test_a_closed_terminal_is_recognised_and_its_view_replaced():
     other = fake.monitor(Broken(), view_period_s=0)
     other.tick()
     assert not other.terminal_is_gone
+
+
+LIMITER = LimiterConfig(
+    samples_per_insert=4, min_size_to_sample=1000, tolerance=1024, grant=128, batch=64,
+    capacity=4096,
+)  # fmt: skip
+
+
+def waits_of(role, phase, state, **gauges):
+    """What the monitor says after a second in which all of a role waited in a phase."""
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(limiter=LIMITER)
+    for _, block in fake.roles:
+        if block.role == "replay":
+            for name, value in {"capacity": 4096, **gauges}.items():
+                block.set(name, value)
+            block.set("limiter", LIMITER_STATES.index(state))
+            block.enter("idle")
+        elif block.role == role:
+            block.enter(phase)
+        else:
+            block.enter("other" if "other" in block.table.phases else "idle")
+    fake.now_ns += 10**9
+    return monitor.look().waiting
+
+
+@pytest.mark.parametrize(
+    ("role", "phase", "state", "gauges", "facts"),
+    [
+        (
+            "learner",
+            "wait",
+            "filling",
+            {"live": 300},
+            ["learner", "300", "min_size_to_sample=1000"],
+        ),
+        ("learner", "wait", "learner waits", {"owed": 30}, ["30", "samples_per_insert=4"]),
+        ("learner", "wait", "no role waits", {}, ["batches", "replay is busy 0%"]),
+        ("actor", "wait", "actors wait", {"owed": 960}, ["actors", "960", "tolerance=1024"]),
+        ("actor", "wait", "no free slots", {"slots_quarantined": 7}, ["actors", "slots", "7"]),
+        ("actor", "wait", "no role waits", {}, ["slots", "replay is busy 0%"]),
+        ("actor", "inference", "no role waits", {}, ["Q values", "replay is busy 0%"]),
+    ],
+)
+def test_a_role_that_waits_has_a_reason(role, phase, state, gauges, facts):
+    (text,) = waits_of(role, phase, state, **gauges)
+    assert text.startswith("100% of the time")
+    for fact in facts:
+        assert fact in text
+
+
+def test_a_role_that_works_has_no_reason():
+    assert waits_of("learner", "forward", "actors wait") == ()
 
 
 def test_messages_carry_the_runs_clock_and_a_number():

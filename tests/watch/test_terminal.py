@@ -122,6 +122,18 @@ def test_a_silent_process_is_named():
     assert any("actor 1" in line and "silent for 7 s" in line for line in lines)
 
 
+def test_the_reason_for_waiting_is_shown_in_every_view():
+    reason = "62% of the time, actors wait for the learner: it is 512 samples behind its share"
+    shown = dataclasses.replace(SNAPSHOT, waiting=(reason,))
+    lines = texts(draw(shown, 80, 23))
+    at = next(i for i, line in enumerate(lines) if line.startswith(" waiting"))
+    text = " ".join(line.removeprefix(" waiting").strip() for line in lines[at : at + 2])
+    assert text == reason
+    out = io.StringIO()
+    PlainLines(out).show(shown)
+    assert out.getvalue().splitlines()[-1] == reason
+
+
 def test_more_rows_show_the_phases_inside_compute():
     assert any("compute: environment" in line for line in texts(draw(SNAPSHOT, 80, 40)))
     assert not any("compute: environment" in line for line in texts(draw(SNAPSHOT, 80, 23)))

@@ -61,10 +61,11 @@ TABLES: Final[dict[Role, RoleTable]] = {
     "replay": RoleTable(
         phases=("insert", "sample", "update", "idle", "other"),
         # updates_refused: whole updates with a priority that was not finite.
+        # limiter: an index of LIMITER_STATES. owed: samples that the learner may still draw.
         counters=("inserted", "evicted", "sampled", "batches", "updates_applied", "updates_stale",
                   "updates_refused"),
         gauges=("live", "capacity", "slots_free", "slots_granted", "slots_live",
-                "slots_quarantined", "bytes_used", "limiter"),
+                "slots_quarantined", "bytes_used", "limiter", "owed"),
         shown_as={"insert": ("insert",), "sample": ("sample",), "update": ("update", "other"),
                   "wait": ("idle",)},
     ),
@@ -104,7 +105,13 @@ TABLES: Final[dict[Role, RoleTable]] = {
     ),
 }  # fmt: skip
 
-LIMITER_STATES: Final = ("no role waits", "filling", "actors wait", "learner waits")
+LIMITER_STATES: Final = (
+    "no role waits",
+    "filling",
+    "actors wait",
+    "learner waits",
+    "no free slots",
+)
 """What the replay's `limiter` gauge means, by its value."""
 
 EPISODE: Final = np.dtype(

@@ -59,6 +59,31 @@ class LimiterConfig:
                 f"tolerance to {-int(-needed // 1)} or more"
             )
 
+    def explain(self, committed: int, owed: float | None) -> str:
+        """Which side waits, and for what, in one line.
+
+        committed: transitions committed so far. owed: samples that the learner may still draw;
+        None while `committed` is below min_size_to_sample.
+        """
+        ratio = self.samples_per_insert
+        if owed is None:
+            return (
+                f"the learner waits: {committed} of min_size_to_sample={self.min_size_to_sample} "
+                "transitions are committed"
+            )
+        if ratio and owed + self.grant * ratio > self.tolerance:
+            return (
+                f"actors wait for the learner: it is {owed:.0f} samples behind "
+                f"samples_per_insert={ratio:g}, and another grant of {self.grant} would pass "
+                f"tolerance={self.tolerance}"
+            )
+        if ratio and owed < self.batch:
+            return (
+                f"the learner waits for actors: {owed:.0f} samples are left for a batch of "
+                f"{self.batch} at samples_per_insert={ratio:g}"
+            )
+        return "no role waits"
+
 
 class RateLimiter:
     """Counts grants, commits, refunds and samples. It never blocks; it answers.
@@ -132,24 +157,7 @@ class RateLimiter:
 
     def explain(self) -> str:
         """Which side waits, and for what, in one line."""
-        config = self.config
-        if not self.open:
-            return (
-                f"the learner waits: {self._committed} of "
-                f"min_size_to_sample={config.min_size_to_sample} transitions are committed"
-            )
-        if not self.can_insert(config.grant):
-            return (
-                f"actors wait for the learner: it is {self.owed:.0f} samples behind "
-                f"samples_per_insert={config.samples_per_insert:g}, and another grant of "
-                f"{config.grant} would pass tolerance={config.tolerance}"
-            )
-        if not self.can_sample(config.batch):
-            return (
-                f"the learner waits for actors: {self.owed:.0f} samples are left for a batch of "
-                f"{config.batch} at samples_per_insert={config.samples_per_insert:g}"
-            )
-        return "no role waits"
+        return self.config.explain(self._committed, self.owed if self.open else None)
 
     @staticmethod
     def _check(what: str, n: int, most: int) -> None:

@@ -113,9 +113,14 @@ class Intake:
         else:
             self.waiting.discard(actor)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether the free slots are enough for a full credit."""
+        return self._replay.ledger.free >= self._streams
+
     def _has_room(self) -> bool:
         """Whether one more actor can be granted a full credit."""
-        return self._replay.ledger.free >= self._streams and self.limiter.can_insert(self.charge)
+        return self.has_slots and self.limiter.can_insert(self.charge)
 
     def _take_over(self, slot: int) -> int:
         """Take over a committed slot. Returns its transitions; 0: it is not whole, and free now."""

@@ -66,6 +66,7 @@ class ReplayServer:
         self._source, self._sink, self._metrics = source, sink, metrics
         self._method = method
         self._released = 0
+        self._state = 0  # an index of LIMITER_STATES
         self._counts = ReplayCounts(replay, intake, metrics)
         metrics.enter("other")
         metrics.set("capacity", replay.layout.capacity)
@@ -91,7 +92,8 @@ class ReplayServer:
             metrics.add("sampled", rows)
             work += 1
         metrics.enter("idle")
-        if work:
+        before, self._state = self._state, LIMITER_STATES.index(self._limiter_state())
+        if work or self._state != before:
             self._publish_counts()
         return work
 
@@ -112,7 +114,8 @@ class ReplayServer:
 
     def _publish_counts(self) -> None:
         self._counts.publish()
-        self._metrics.set("limiter", LIMITER_STATES.index(self._limiter_state()))
+        self._metrics.set("limiter", self._state)
+        self._metrics.set("owed", self._limiter.owed)
 
     def _limiter_state(self) -> str:
         """Which side waits now: one of LIMITER_STATES."""
@@ -120,6 +123,8 @@ class ReplayServer:
             return "filling"
         if self.intake.waiting and not self._limiter.can_insert(self.intake.charge):
             return "actors wait"
+        if self.intake.waiting and not self.intake.has_slots:
+            return "no free slots"
         if self._sink.requests() and not self._limiter.can_sample(self._sink.rows()):
             return "learner waits"
         return "no role waits"

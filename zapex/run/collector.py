@@ -133,6 +133,7 @@ class Collector:
             for_others=recorders.ForWatchers(run.run_dir),
             evaluations=directory.evaluations(run.run_dir) if base else (),
             elsewhere={role for _, role in plan.elsewhere},
+            limiter=run.limiter,
         )
 
     def _facts(self) -> RunFacts:

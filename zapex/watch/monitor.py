@@ -17,8 +17,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.host.metrics import ELSEWHERE, EPISODE, TABLES, Role, RoleMetrics, sums
+from zapex.host.metrics import (
+    ELSEWHERE,
+    EPISODE,
+    LIMITER_STATES,
+    TABLES,
+    Role,
+    RoleMetrics,
+    sums,
+)
 from zapex.machine.disk import why_not_written
+from zapex.replay.limiter import LimiterConfig
 from zapex.watch.report import (
     TOTALS,
     Evaluation,
@@ -36,6 +45,7 @@ LAST_GREEDY: Final = 10  # one stream ends few games, and old ones say little
 EPSILON_BANDS: Final = ((0.001, "ε<.001"), (0.01, "ε<.01"), (0.1, "ε<.1"), (np.inf, "ε≥.1"))
 _WINDOW_S: Final = 5.0  # rates are means over this time
 _HISTORY_POINTS: Final = 256
+_WAITS: Final = 0.2  # a share of time that is worth an explanation
 _PROCESS_PERIOD_S: Final = 2.0  # between two looks at what a process uses
 _PROCESSES_AT_ONCE: Final = 8  # reading what one process uses takes some 40 µs
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -110,6 +120,7 @@ class Monitor:
         for_others: View | None = None,
         evaluations: Sequence[Evaluation] = (),
         elsewhere: Collection[Role] = (),
+        limiter: LimiterConfig | None = None,
         view_period_s: float = 0.5,
         record_period_s: float = 5.0,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
@@ -119,7 +130,7 @@ class Monitor:
         self._roles: dict[Role, list[tuple[str, RoleMetrics]]] = {}
         for name, block in roles:
             self._roles.setdefault(block.role, []).append((name, block))
-        self._elsewhere = elsewhere
+        self._elsewhere, self._limiter = elsewhere, limiter
         self._view, self._for_others = view, for_others
         self._recorders = list(recorders)
         self._view_period_ns = int(view_period_s * 1e9)
@@ -200,6 +211,8 @@ class Monitor:
         replay, wall_s = found.get("replay", {}), self.wall_s()
         stale = replay.get("updates_stale", 0.0)
         progress, left_s = progress_of(self.facts, wall_s, counted["frames"], rates["frames"])
+        roles = tuple(self._role_view(role, found[role], base[1][role]) for role in found)
+        looks = [seen for _, seen in reversed(self._window)]
         return Snapshot(
             facts=self.facts,
             time_ns=now,
@@ -211,7 +224,7 @@ class Monitor:
             stale_share=_ratio(stale, stale + replay.get("updates_applied", 0.0)),
             progress=progress,
             left_s=left_s,
-            roles=tuple(self._role_view(role, found[role], base[1][role]) for role in found),
+            roles=roles,
             replay=replay,
             learner=found.get("learner", {}),
             relay=found.get("relay", {}),
@@ -219,6 +232,9 @@ class Monitor:
             returns=self._episodes.returns(),
             evaluations=tuple(self._evaluations),
             messages=tuple(self._messages),
+            waiting=()
+            if final
+            else explain_waits(roles, looks, self._limiter, self._processes.host_cpu_share),
             cpu_cores=self._processes.cpu_cores(),
             parent_cpu_cores=self._processes.cpu_cores([os.getpid()]),
             memory_bytes=self._processes.private_bytes() + self.facts.shared_bytes,
@@ -329,6 +345,61 @@ def progress_of(
         return None, None
     left_s, done = min(limits)
     return min(1.0, done), max(0.0, left_s)
+
+
+def explain_waits(
+    roles: Sequence[RoleView],
+    looks: Sequence[Sums],
+    limiter: LimiterConfig | None,
+    host_cpu_share: float,
+) -> tuple[str, ...]:
+    """Why actors or the learner wait, a sentence for each that waits a fifth of its time.
+
+    looks: the sums of the last few looks, the newest first.
+    """
+    views = {view.role: view for view in roles}
+    busy = f"the host's cores are busy {host_cpu_share:.0%}"
+    if (replay := views.get("replay")) is not None:
+        busy = f"the replay is busy {1 - replay.phases['idle']:.0%}, {busy}"
+    waits: list[tuple[float, str]] = []
+    if (actor := views.get("actor")) is not None:
+        why = _why_no_slots(looks, limiter) or f"actors wait for slots: {busy}"
+        waits.append((actor.phases["wait"], why))
+        waits.append((actor.phases["inference"], f"actors wait for Q values: {busy}"))
+    if (learner := views.get("learner")) is not None:
+        why = _explained(looks, ("filling", "learner waits"), limiter)
+        waits.append((learner.phases["wait"], why or f"the learner waits for batches: {busy}"))
+    return tuple(f"{share:.0%} of the time, {why}" for share, why in waits if share > _WAITS)
+
+
+def _why_no_slots(looks: Sequence[Sums], limiter: LimiterConfig | None) -> str:
+    """Why actors get no slots; "": they were free at the last looks."""
+    if relay := looks[0].get("relay"):
+        sent, slots = relay["unacknowledged"], relay["slots"]
+        return f"actors wait for the replay: {sent:.0f} of {slots:.0f} slots are unacknowledged"
+    if why := _explained(looks, ("actors wait",), limiter):
+        return why
+    if full := _last_in(looks, ("no free slots",)):
+        unread = f"{full['slots_quarantined']:.0f} are free once the learner has read its batches"
+        return f"actors wait for free slots: {unread}"
+    return ""
+
+
+def _explained(
+    looks: Sequence[Sums], states: Collection[str], limiter: LimiterConfig | None
+) -> str:
+    """What the limiter said in one of these states; "": it was in none."""
+    found = _last_in(looks, states)
+    if found is None or limiter is None:
+        return ""
+    filling = LIMITER_STATES[int(found["limiter"])] == "filling"
+    return limiter.explain(int(found["live"]), None if filling else found["owed"])
+
+
+def _last_in(looks: Sequence[Sums], states: Collection[str]) -> Mapping[str, float] | None:
+    """The replay's sums at the last look at which its limiter was in one of these states."""
+    replays = (seen["replay"] for seen in looks if seen.get("replay", {}).get("capacity"))
+    return next((x for x in replays if LIMITER_STATES[int(x["limiter"])] in states), None)
 
 
 def _mean(values: Sequence[float] | deque[float]) -> float:

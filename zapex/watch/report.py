@@ -149,6 +149,7 @@ class Snapshot:
     host_memory_bytes: float
     relay: dict[str, float] = field(default_factory=dict)
     inference: dict[str, float] = field(default_factory=dict)
+    waiting: tuple[str, ...] = ()  # why actors or the learner wait, a sentence each
 
     def role(self, role: Role) -> RoleView | None:
         """The processes of a role; None: the run has no such role."""

@@ -25,6 +25,7 @@ Span = tuple[str, str]
 """Text and its rich style."""
 Line = list[Span]
 _QUIET, _STRONG, _ACCENT, _BAD = "bright_black", "bold", "cyan", "bold red"
+_WAITS: Final = "yellow"
 _COMMAND: Final = "cyan"  # of commands to copy, which are never broken
 # The paper's phases in their order (get, compute, send), then waiting.
 _PHASE_STYLES: Final = ("cyan", "green", "magenta", _QUIET)
@@ -120,6 +121,7 @@ def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
         *_title(snapshot, width),
         [],
         *_roles(snapshot, width, inner=height >= 30),
+        *_waits(snapshot, width),
         [],
         *_speed(snapshot, width),
         *(_replay(snapshot, width) if snapshot.replay else _relay(snapshot, width)),
@@ -183,6 +185,17 @@ def _roles(snapshot: Snapshot, width: int, inner: bool) -> list[Line]:
         lines.append(_spread([*line, *_phase_legend(view)], [*use, (" ", "")], width))
         if inner and (parts := _inner_phases(view)):
             lines.append([(" " * (_LABEL + 1), ""), *parts])
+    return lines
+
+
+def _waits(snapshot: Snapshot, width: int) -> list[Line]:
+    """Why roles wait, in at most two lines each."""
+    lines: list[Line] = []
+    for text in snapshot.waiting:
+        rows = textwrap.wrap(text, max(_LEAST_COLUMNS, width - _LABEL - 2))[:2]
+        lines += [
+            _facts("" if i else "waiting", [[(row, _WAITS)]], width) for i, row in enumerate(rows)
+        ]
     return lines
 
 
@@ -452,7 +465,7 @@ class PlainLines:
             self._printed = snapshot.messages[-1].number
         if snapshot.wall_s >= self._due_s:
             self._due_s = snapshot.wall_s + self._period_s
-            lines.append(status_line(snapshot))
+            lines += [status_line(snapshot), *snapshot.waiting]
         if lines:
             print("\n".join(lines), file=self._stream, flush=True)
         self._newest = snapshot
