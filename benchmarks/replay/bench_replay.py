@@ -9,13 +9,10 @@ add       writer.add of 64 streams, so that each call completes 64 transitions; 
           a chunk of 64 transitions, into touched memory
 extend    64 successive rows of one stream; memcpy: the input's bytes, into touched memory. The
           inputs of both rotate over more memory than the caches have, as the roofs' sources do
-tiny      microseconds a call on CartPole-sized rows: what Python costs
-import    seconds in a fresh process, kernels cached
 
 All memory of the replay has been written before (touched) when the clock runs.
 """
 
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,14 +28,13 @@ from benchmarks.support.harness import (
     percentiles,
     write_json,
 )
-from benchmarks.support.machine import ROOT
 from zapex import Column, PrioritizedReplay, Schema
 
 BATCH, ROWS = 512, 64
 FRAMES = 4096
 _ROTATING = 64  # inputs of 3.6 MB (extend) and 1.8 (add): more than any cache of ours
 REUSES = ("zapex", "roof", "memcpy")
-"""Contenders that fill memory of before; the others make new arrays."""
+"""Contenders that fill a given batch; the others make new arrays."""
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -52,8 +48,8 @@ def atari(n_step: int) -> Schema:
     return Schema(columns, n_step=n_step)
 
 
-def insert_cases(rounds: int) -> dict[str, Any]:
-    """add and extend against memcpy; the replay is full, so that each chunk evicts another."""
+def insert_cases(rounds: int, calls: int) -> dict[str, Any]:
+    """add and extend against memcpy, after `calls` of each: 1,280 write every slot once."""
     rng = np.random.default_rng(0)
     frames = rng.integers(1, 255, (FRAMES, SIDE, SIDE), np.uint8)
     replay = PrioritizedReplay(16 * ROWS * 64, atari(1), seed=0, streams=ROWS)  # chunks of 64
@@ -102,7 +98,7 @@ def insert_cases(rounds: int) -> dict[str, Any]:
 
         return work
 
-    for _ in range(16 * 64 + 256):  # every slot has been written before the clock runs
+    for _ in range(calls):
         add()
         extend()
     cases = {
@@ -119,74 +115,6 @@ def insert_cases(rounds: int) -> dict[str, Any]:
 
 def atari_chunk_bytes(n_step: int) -> int:
     return PrioritizedReplay(1024, atari(n_step), chunk=64).core.layout.chunk_layout.body_bytes
-
-
-def tiny_cases(rounds: int, calls: int = 200) -> dict[str, Any]:
-    """What a call costs where there is next to nothing to do."""
-    schema = Schema({"obs": Column((4,), np.float32), "action": Column((), np.int64)}, n_step=1)
-    replay = PrioritizedReplay(4096, schema, seed=0)
-    writer = replay.writer(1)
-    obs = np.zeros((1, 4), np.float32)
-    writer.reset(obs)
-    step = {
-        "action": np.zeros(1, np.int64), "reward": np.zeros(1), "next_obs": obs,
-        "terminated": np.zeros(1, bool), "truncated": np.zeros(1, bool),
-    }  # fmt: skip
-    for _ in range(5000):
-        writer.add(**step)
-    out = replay.empty_batch(1)
-    keys, priorities = replay.sample(1, out=out).keys.copy(), np.ones(1)
-    whole = {"obs": obs, "next_obs": obs, "action": step["action"], "reward": step["reward"],
-             "terminated": step["terminated"]}  # fmt: skip
-
-    def many(work: Callable[[], Any]) -> Callable[[], float]:
-        def case() -> float:
-            start = clock_ns()
-            for _ in range(calls):
-                work()
-            return (clock_ns() - start) / calls
-
-        return case
-
-    cases = {
-        "sample": many(lambda: replay.sample(1, 0.4, out)),
-        "sample_new_batch": many(lambda: replay.sample(1)),
-        "update_priorities": many(lambda: replay.update_priorities(keys, priorities)),
-        "add": many(lambda: writer.add(**step)),
-        "extend": many(lambda: replay.extend(**whole)),
-    }
-    times = interleaved(cases, rounds)
-    return {name: percentiles(values, 1e3) for name, values in times.items()}
-
-
-FIRST_SAMPLE = """
-import time
-start = time.perf_counter()
-import numpy as np
-from zapex import Column, PrioritizedReplay, Schema
-schema = Schema({"obs": Column((4,), np.float32), "action": Column((), np.int64)}, n_step=1)
-replay = PrioritizedReplay(4096, schema)
-obs = np.zeros((8, 4), np.float32)
-replay.extend(obs=obs, next_obs=obs, action=np.zeros(8, np.int64), reward=np.zeros(8),
-              terminated=np.zeros(8, bool))
-replay.sample(4)
-print(time.perf_counter() - start)
-import sys
-assert "torch" not in sys.modules and "gymnasium" not in sys.modules
-"""
-IMPORT = "import time; s = time.perf_counter(); import zapex; print(time.perf_counter() - s)"
-
-
-def start_up(rounds: int) -> dict[str, Any]:
-    found = {}
-    for name, program in (("import", IMPORT), ("first_sample", FIRST_SAMPLE)):
-        seconds = [
-            float(subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True,
-                                 capture_output=True, text=True).stdout)
-            for _ in range(rounds + 1)
-        ]  # fmt: skip
-        found[name] = percentiles(seconds[1:])
-    return found
 
 
 def batches(
@@ -241,10 +169,6 @@ def show(results: dict[str, Any]) -> None:
         print(
             f"memory  {name}: {results['insert'][f'{name}_bytes_a_transition']} bytes a transition"
         )
-    for name, case in results["tiny"].items():
-        print(f"tiny    {name:18} {case['p50']:7.2f} us a call")
-    for name, case in results["start_up"].items():
-        print(f"start   {name:18} {case['p50']:7.3f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,25 +176,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_peer_arguments(parser, reverb=".peers-reverb")
     parser.add_argument("--capacity", type=int, default=16_384, help="of the batch's case")
     options = parser.parse_args(argv)
-    rounds, starts = (3, 2) if options.quick else (30, 5)
+    rounds = 2 if options.quick else 30
     pythons = dict.fromkeys(OURS, sys.executable)
     if options.peers:
         peers = dict.fromkeys(CONTENDERS, options.peers_python) | pythons
         pythons = {**peers, "reverb": options.reverb_python}
     capacity = 2048 if options.quick else options.capacity
     keeping = {n: p for n, p in pythons.items() if not n.startswith(("roof", "memcpy", "zapex,"))}
+    if options.quick:
+        keeping = {"zapex": sys.executable}
     results = {
         "batch": {
             str(n): batches(pythons, n, capacity, rounds, options.quick)
-            for n in (N_STEPS[:2] if options.quick else N_STEPS)
+            for n in (N_STEPS[:1] if options.quick else N_STEPS)
         },
         "memory": memory(keeping, capacity),
-        "insert": insert_cases(rounds if options.quick else 200),
-        "tiny": tiny_cases(rounds),
-        "start_up": start_up(starts),
+        "insert": insert_cases(rounds, 100) if options.quick else insert_cases(200, 1280),
     }
     show(results)
-    write_json(options, "replay", results, rounds=starts, batch=BATCH, capacity=capacity)
+    write_json(options, "replay", results, rounds=rounds, batch=BATCH, capacity=capacity)
     return 0
 
 

@@ -1,13 +1,18 @@
-"""Other processes for a benchmark: forked, and gone when we are."""
+"""Other processes for a benchmark: forked, and gone when their parent is."""
 
 import ctypes
+import json
 import os
+import select
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.1
 
 
 def start(work: Callable[[], object], nice: int = 0) -> int:
@@ -53,3 +58,65 @@ def reap(pid: int) -> None:
     # torch's queue names the memory that it shares, for a moment: a kill in it leaves the name.
     for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
         left.unlink(missing_ok=True)
+
+
+def start_with_result(
+    work: Callable[[], Any], enter: Callable[[], None] = lambda: None
+) -> "Process":
+    """A child that does `work` and hands its JSON back. enter: called first, in the child.
+
+    The caller must have no threads of its own yet, as for `start`.
+    """
+    read, write = os.pipe()
+
+    def there() -> None:
+        os.close(read)
+        enter()
+        with os.fdopen(write, "w") as file:
+            json.dump(work(), file)
+
+    pid = start(there)
+    os.close(write)
+    return Process(pid, read)
+
+
+class Process:
+    """A child of `start_with_result`."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid, self._fd, self._is_over = pid, fd, False
+
+    def result(self, server: "Process | None" = None, timeout_s: float = 120.0) -> Any:
+        """What its work returned; the child is gone then.
+
+        server: without it no result can come. Raises RuntimeError as soon as one of the two has
+        failed, TimeoutError when there is no result in time.
+        """
+        found, deadline = b"", time.monotonic() + timeout_s
+        while True:
+            while not select.select([self._fd], [], [], _LOOK_S)[0]:
+                if server is not None and server.has_ended():
+                    raise RuntimeError("the server has ended before its client; its error is above")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a client had no result after {timeout_s:.0f} s")
+            piece = os.read(self._fd, 1 << 16)
+            if not piece:
+                break
+            found += piece
+        self._is_over = True
+        os.close(self._fd)
+        _, status = os.waitpid(self.pid, 0)
+        if status:
+            raise RuntimeError("a client has failed; its error is above")
+        return json.loads(found)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if not self._is_over:
+            self._is_over = True
+            reap(self.pid)
+            os.close(self._fd)

@@ -12,14 +12,12 @@
                  until it can be sampled; beside it a copy of as many bytes. 451,584 is Atari's
 
 Every copy that a user would make is made: into the link and out of it, on both sides. Each cell is
-a fresh process that forks its peer; cells follow in an order drawn anew each round. The copies are
+a forked process that forks its peer; cells follow in an order drawn anew each round. The copies are
 NumPy's, in one process, of memory that is in its cache where it fits: no link can be faster.
 """
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,19 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.harness import (
-    arguments,
-    clock_ns,
-    goal,
-    in_rounds,
-    percentiles,
-    write_json,
-)
-from benchmarks.support.machine import ROOT
-from benchmarks.support.processes import reap, start_beside
-from benchmarks.transport.links import LINKS
+from benchmarks.support.harness import arguments, clock_ns, in_rounds, percentiles, write_json
+from benchmarks.support.processes import reap, start_beside, start_with_result
+from benchmarks.transport.server import Setting, make_host
+from zapex.chunks.batch import aligned_zeros
+from zapex.chunks.builder import ChunkBuilder
+from zapex.chunks.schema import Column, Schema
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.segment import Segment
+from zapex.machine.waiting import Waiter, Waker
+from zapex.replay.core import ReplayCore
+from zapex.replay.limiter import LimiterConfig
+from zapex.roles.intake import Intake
+from zapex.shm_ring import ShmRing
+from zapex.shm_transport import HostMemory
 
 SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]
 PARAMETER_BYTES = 4 * 3_292_837  # the dueling net of arXiv 2110.13506
@@ -48,6 +47,124 @@ ATARI_CHUNK_BYTES = 64 * 84 * 84
 ROUNDS = 5
 _SECONDS = 0.3  # of each cell
 _COPY_S = 0.03
+
+
+# Links between two processes have the same calls: send(n messages), receive() -> bytes.
+
+
+class RingLink:
+    """A ring for each direction; whoever waits looks, and yields its core in between."""
+
+    def __init__(self, size: int, sleeps: bool = False) -> None:
+        self.batch = max(1, min(512, (1 << 20) // size))
+        capacity = 4 * self.batch
+        dtype = np.dtype((np.void, size))
+        ring_bytes = -(-ShmRing.required_bytes(capacity, dtype) // 128) * 128
+        self._segment = Segment.create("bench-ring", 256 + 2 * ring_bytes)
+        self._segment.populate()
+        words = self._segment.buffer[:256].view(np.int64)
+        parts = [self._segment.buffer[256 + i * ring_bytes :][:ring_bytes] for i in range(2)]
+        rings = [ShmRing(part, capacity, dtype, create=True) for part in parts]
+        fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
+        self._ends = [
+            (rings[i].producer(), rings[1 - i].consumer(), Waker(words, 16 * (1 - i), fds[1 - i]),
+             Waiter(words, 16 * i, fds[i]) if sleeps else None)
+            for i in range(2)
+        ]  # fmt: skip
+        self._out = np.zeros(self.batch, dtype)
+        self._messages = np.zeros(self.batch, dtype)
+        self._use(0)
+        self.send(1)  # compiled before the fork
+        self._use(1)
+        self.receive()
+        self._use(0)
+
+    def _use(self, end: int) -> None:
+        self._producer, self._consumer, self._waker, self._waiter = self._ends[end]
+
+    def become_peer(self) -> None:
+        """In the child: the other end is ours."""
+        self._segment.populate()
+        self._use(1)
+
+    def send(self, n: int) -> None:
+        """n messages."""
+        rows = self._messages[:n]
+        while not self._producer.try_offer(rows):
+            os.sched_yield()
+        if self._waiter:
+            self._waker.wake()
+
+    def receive(self) -> int:
+        """At least one message, at most a batch: their bytes."""
+        ring = self._consumer.ring
+        while True:
+            rows = self._consumer.take(self.batch, self._out)
+            if rows.size:
+                return int(rows.nbytes)
+            if self._waiter:
+                self._waiter.wait(lambda: ring.tail > ring.head, timeout_s=10)
+            else:
+                os.sched_yield()
+
+
+class PipeLink:
+    """multiprocessing.Pipe with raw bytes: no pickling."""
+
+    batch = 1
+
+    def __init__(self, size: int) -> None:
+        self._here, self._there = multiprocessing.Pipe()
+        self._message = bytearray(size)
+        self._out = bytearray(size)
+
+    def become_peer(self) -> None:
+        self._here = self._there
+
+    def send(self, n: int) -> None:
+        self._here.send_bytes(self._message)
+
+    def receive(self) -> int:
+        return self._here.recv_bytes_into(self._out)
+
+
+class QueueLink:
+    """multiprocessing.Queue of NumPy arrays, or torch.multiprocessing's of tensors."""
+
+    batch = 1
+
+    def __init__(self, size: int, torch: bool = False) -> None:
+        self._message: Any = np.zeros(size, np.uint8)
+        if torch:
+            import torch as torch_module
+            import torch.multiprocessing as module
+
+            torch_module.set_num_threads(1)
+            context: Any = module.get_context("fork")
+            self._wrap: Any = lambda: torch_module.from_numpy(self._message).clone()
+        else:
+            context = multiprocessing.get_context("fork")
+            self._wrap = lambda: self._message
+        self._queues = [context.Queue(), context.Queue()]
+
+    def become_peer(self) -> None:
+        self._queues.reverse()
+
+    def send(self, n: int) -> None:
+        self._queues[0].put(self._wrap())
+
+    def receive(self) -> int:
+        received = self._queues[1].get(timeout=60)
+        return int(received.nbytes)
+
+
+LINKS: dict[str, Callable[[int], Any]] = {
+    "ring": RingLink,
+    "ring, sleeping": lambda size: RingLink(size, sleeps=True),
+    "Pipe": PipeLink,
+    "Queue": QueueLink,
+    "torch Queue": lambda size: QueueLink(size, torch=True),
+}
 
 
 def copy_us(size: int) -> float:
@@ -165,11 +282,96 @@ def mailbox(_: str, size: int, seconds: float) -> dict[str, Any]:
     return {f"{name}_us": percentiles(found[2:], 1000) for name, found in cells.items()}
 
 
-def chunk_path(_: str, size: int, seconds: float) -> dict[str, Any]:
-    """Of 64 steps: writing them, and from their commit until they are sampleable."""
-    from benchmarks.transport import chunk_path as path
+CHUNK = 64
+INCARNATION = 1
+STACK = 4
+_MEMORY_BYTES = 256 << 20
 
-    return path.measure(seconds, size) | {"copy_us": copy_us(size)}
+
+def _setting(frame_bytes: int) -> Setting:
+    """Observations of four frames; as many chunks as fit a fixed memory, 8 to 256."""
+    columns = {"obs": Column((frame_bytes,), np.uint8, stack=STACK), "action": Column((), np.int64)}
+    chunks = max(8, min(256, _MEMORY_BYTES // (CHUNK * frame_bytes)))
+    return Setting(Schema(columns), CHUNK, (CHUNK,), 512, 64, chunks * CHUNK)
+
+
+def _make_intake(host: HostMemory) -> Intake:
+    layout = host.plan.replay
+    replay = ReplayCore(layout, buffer=host.experience)
+    limiter = LimiterConfig(
+        samples_per_insert=0, tolerance=0, min_size_to_sample=1, grant=CHUNK, batch=1,
+        capacity=layout.capacity,
+    )  # fmt: skip
+    source = host.experience_source()
+    return Intake(source, replay, limiter, actors=1, streams_per_actor=1)
+
+
+def chunk_path(_: str, frames_bytes: int, seconds: float) -> dict[str, Any]:
+    """Microseconds of writing 64 steps, and from their commit until they are sampleable.
+
+    frames_bytes: of the steps' frames, each stored once; a multiple of 64. The replay polls.
+    Sampleable: in the sum tree, its leaves set.
+    """
+    frame_bytes = frames_bytes // CHUNK
+    host = make_host(_setting(frame_bytes))
+    intake = _make_intake(host)
+    done = Segment.create("bench-done", 4096).buffer[:16].view(np.int64)  # inserted, and when
+
+    def serve() -> None:
+        before = intake.inserted
+        intake.do_work(0, 0)
+        if intake.inserted != before:
+            done[1] = clock_ns()
+            done[0] = intake.inserted
+
+    sink = host.experience_sink(0, INCARNATION)
+    builder = ChunkBuilder(sink.store, 1, actor=0, incarnation=INCARNATION)
+    obs = {"obs": aligned_zeros(STACK * frame_bytes).reshape(1, STACK, frame_bytes)}
+    everyone, flags, reward = np.ones(1, np.bool_), np.zeros(1, np.int64), np.zeros(1)
+    begun = False
+
+    def write_chunk() -> np.ndarray:
+        """Steps until a chunk closes: its slot."""
+        nonlocal begun
+        while True:
+            if builder.spares == 0:
+                slots = sink.try_claim()
+                if slots is not None:
+                    builder.provide(slots)
+            if not begun:
+                begun = builder.begin(everyone, obs) == 1
+            elif builder.add(everyone, flags, obs, reward) < 1:
+                continue  # no slot yet
+            closed = builder.take_closed()
+            if closed.size:
+                return closed
+
+    for _turn in range(3):  # everything compiled before the fork
+        while not (sink.ready() or builder.spares):
+            serve()
+        sink.commit(write_chunk())
+        serve()
+    pid = start_beside(serve)
+    writes: list[float] = []
+    pushes: list[float] = []
+    expected = int(done[0])
+    stop = time.monotonic() + seconds
+    while len(pushes) < 8 or time.monotonic() < stop:
+        start = clock_ns()
+        slots = write_chunk()
+        written = clock_ns()
+        sink.commit(slots)
+        expected += CHUNK
+        while done[0] < expected:
+            os.sched_yield()
+        writes.append(written - start)
+        pushes.append(int(done[1]) - written)
+    reap(pid)
+    return {
+        "write_us": percentiles(writes[2:], 1000),
+        "push_us": percentiles(pushes[2:], 1000),
+        "copy_us": copy_us(frames_bytes),
+    }
 
 
 KINDS: dict[str, Callable[[str, int, float], dict[str, Any]]] = {
@@ -192,70 +394,32 @@ def cells_of(quick: bool) -> list[tuple[str, str, int]]:
     ]  # fmt: skip
 
 
-def _size(size: int) -> str:
-    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size:,} B"
-
-
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """Tables of medians, and the goals."""
-    by_cell = {(one["kind"], one["contender"], one["bytes"]): one for one in results}
-    figures: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
-        ("round_trip", "there and back, us: p50 / p99",
-         lambda one: f"{one['us']['p50']:,.4g} / {one['us']['p99']:,.4g}"),
-        ("throughput", "one way, MB/s", lambda one: f"{one['mb_per_s']:,.4g}"),
-        ("mailbox", "publish and read, us (x of a memcpy)",
-         lambda one: "  ".join(f"{one[a + '_us']['p50']:,.4g} ({_ratio(one, a, b):.2f} x)"
-                               for a, b in (("publish", "write"), ("read", "copy")))),
-        ("chunk_path", "write + commit to sampleable, us; a memcpy",
-         lambda one: f"{one['write_us']['p50']:,.4g} + {one['push_us']['p50']:,.4g};"
-                     f" {one['copy_us']:,.4g}"),
-    ]  # fmt: skip
-    for kind, title, figure in figures:
-        print(f"\n{title}")
-        sizes = sorted({size for one, _, size in by_cell if one == kind})
-        for contender in dict.fromkeys(name for one, name, _ in by_cell if one == kind):
-            for size in sizes:
-                one = by_cell.get((kind, contender, size))
-                if one is not None:
-                    print(f"  {contender:<16} {_size(size):>12}  {figure(one)}")
-        bound = {"round_trip": "four_copies_us", "throughput": "two_copies_mb_per_s"}.get(kind)
-        for size in sizes if bound else []:
-            of_size = [o[bound] for (k, _, n), o in by_cell.items() if (k, n) == (kind, size)]
-            print(f"  {'memcpy':<16} {_size(size):>12}  {np.median(of_size):,.4g}")
-    print()
-    small = by_cell["round_trip", "ring", 64]["us"]
-    print(goal("ring round trip, 64 B, p50", small["p50"], 5, " us"), f"(p99 {small['p99']:.4g})")
-    descriptors = by_cell["throughput", "ring", DESCRIPTOR_BYTES]["messages_per_s"] / 1e6
-    print(goal("descriptors through one ring", descriptors, 20, " M/s", least=True))
-    push = by_cell["chunk_path", "actor to replay", ATARI_CHUNK_BYTES]["push_us"]["p50"]
-    print(goal("64 Atari transitions, commit to sampleable", push, 50, " us"))
-    parameters = by_cell["mailbox", "mailbox", PARAMETER_BYTES]
-    for name, ours, plain in (("publish", "publish", "write"), ("pull", "read", "copy")):
-        ratio = _ratio(parameters, ours, plain)
-        print(goal(f"13.17 MB, {name}", ratio, 1.2, " x of a memcpy"))
-
-
-def _ratio(one: dict[str, Any], ours: str, plain: str) -> float:
-    return float(one[f"{ours}_us"]["p50"] / one[f"{plain}_us"]["p50"])
+    """A line for each cell: medians, and what a memcpy of as many bytes takes."""
+    for one in results:
+        kind = one["kind"]
+        if kind == "round_trip":
+            us = one["us"]
+            text = f"{us['p50']:,.4g} µs there and back, p99 {us['p99']:,.4g}"
+            text += f"; four copies {one['four_copies_us']:,.4g}"
+        elif kind == "throughput":
+            text = f"{one['mb_per_s']:,.4g} MB/s; two copies {one['two_copies_mb_per_s']:,.4g}"
+        elif kind == "mailbox":
+            times = (one[f"{name}_us"]["p50"] for name in ("publish", "write", "read", "copy"))
+            text = "µs: publish {:.4g} (a copy {:.4g}), read {:.4g} (a copy {:.4g})".format(*times)
+        else:
+            times = (one[f"{name}_us"]["p50"] for name in ("write", "push"))
+            text = "µs: written {:.4g}, commit to sampleable {:.4g}".format(*times)
+        print(f"{kind:10} {one['contender']:16} {one['bytes']:>12,} B  {text}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """How fast ring and mailbox are, beside Pipe, Queue and memcpy."""
     parser = arguments(main.__doc__ or "")
-    parser.add_argument("--cell", help="one measurement in this process (kind:contender:bytes)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="fresh processes for each cell")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="processes for each cell")
     options = parser.parse_args(argv)
-    if options.cell:
-        kind, contender, size = options.cell.split(":")
-        print(json.dumps(KINDS[kind](contender, int(size), 0.15 if options.quick else _SECONDS)))
-        return 0
-    rounds = 1 if options.quick else options.rounds
-    cells = {
-        cell: partial(_in_fresh_process, cell, options.quick) for cell in cells_of(options.quick)
-    }
+    rounds, seconds = (1, 0.1) if options.quick else (options.rounds, _SECONDS)
+    cells = {cell: partial(_in_its_process, cell, seconds) for cell in cells_of(options.quick)}
     medians, spreads = in_rounds(cells, rounds)
     results = [
         {"kind": kind, "contender": contender, "bytes": size, **found}
@@ -267,12 +431,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _in_fresh_process(cell: tuple[str, str, int], quick: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.transport.bench_ring"]
-    command += ["--cell", ":".join(map(str, cell)), *(["--quick"] if quick else [])]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=300)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def _in_its_process(cell: tuple[str, str, int], seconds: float) -> dict[str, Any]:
+    kind, contender, size = cell
+    child = start_with_result(lambda: KINDS[kind](contender, size, seconds))
+    try:
+        found: dict[str, Any] = child.result(timeout_s=300)
+        return found
+    finally:
+        child.kill()
 
 
 if __name__ == "__main__":

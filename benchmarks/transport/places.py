@@ -1,24 +1,20 @@
 """Two places for a benchmark's processes: network namespaces joined by veth, or loopback."""
 
 import ctypes
-import json
 import os
-import select
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.support.processes import reap, start
+from benchmarks.support.processes import Process, start_with_result
 
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PORT = 7000
-_LOOK_S = 0.1
 
 
 class Places:
@@ -68,69 +64,21 @@ class Places:
         self._port += 1
         return self._port
 
-    def start(self, side: int | None, work: Callable[[], Any]) -> "Process":
+    def start(self, side: int | None, work: Callable[[], Any]) -> Process:
         """Fork a child that does `work` on one side (0 server, 1 clients) and hands its JSON back.
 
         side: None: outside of both, where this process is. The caller must have no threads of its
         own yet: no ZeroMQ context, no running kernel.
         """
-        read, write = os.pipe()
 
-        def there() -> None:
-            os.close(read)
+        def enter() -> None:
             if self.names and side is not None:
                 fd = os.open(f"/var/run/netns/{self.names[side]}", os.O_RDONLY)
                 if _LIBC.setns(fd, _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
                 os.close(fd)
-            with os.fdopen(write, "w") as file:
-                json.dump(work(), file)
 
-        pid = start(there)
-        os.close(write)
-        return Process(pid, read)
-
-
-class Process:
-    """A child of `Places.start`."""
-
-    def __init__(self, pid: int, fd: int) -> None:
-        self.pid, self._fd, self._is_over = pid, fd, False
-
-    def result(self, server: "Process | None" = None, timeout_s: float = 120.0) -> Any:
-        """What its work returned; the child is gone then.
-
-        server: without it no result can come. Raises RuntimeError as soon as one of the two has
-        failed, TimeoutError when there is no result in time.
-        """
-        found, deadline = b"", time.monotonic() + timeout_s
-        while True:
-            while not select.select([self._fd], [], [], _LOOK_S)[0]:
-                if server is not None and server.has_ended():
-                    raise RuntimeError("the server has ended before its client; its error is above")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"a client had no result after {timeout_s:.0f} s")
-            piece = os.read(self._fd, 1 << 16)
-            if not piece:
-                break
-            found += piece
-        self._is_over = True
-        os.close(self._fd)
-        _, status = os.waitpid(self.pid, 0)
-        if status:
-            raise RuntimeError("a client has failed; its error is above")
-        return json.loads(found)
-
-    def has_ended(self) -> bool:
-        """Whether it has ended by itself."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def kill(self) -> None:
-        """End it, if it has not ended."""
-        if not self._is_over:
-            self._is_over = True
-            reap(self.pid)
-            os.close(self._fd)
+        return start_with_result(work, enter)
 
 
 def _ip(*arguments: str) -> None:
