@@ -14,6 +14,7 @@ channels_last memory, as the replay's gather writes them.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
