@@ -12,15 +12,11 @@ import pytest
 import torch
 
 import zapex.agent.device
-import zapex.agent.pipeline
 import zapex.roles.learner
 from tests.support.late_device import Counting, LateQueues, MetaQueues, Misuse, random_batch
 from zapex.agent import networks
-from zapex.agent.device import CudaQueues, Device
-from zapex.agent.device_policy import DevicePolicy, Sizes
+from zapex.agent.device import CudaQueues, Device, DevicePolicy, Pipeline, Sizes
 from zapex.agent.learning import DQN
-from zapex.agent.pipeline import Pipeline
-from zapex.agent.policy import Policy
 from zapex.chunks.batch import Batch, split
 from zapex.chunks.layout import BatchLayout
 from zapex.chunks.schema import Column, Schema
@@ -162,7 +158,7 @@ def mutant(module: Any, *changes: tuple[str, str]) -> Any:
     return made
 
 
-DEVICE, PIPELINE, LEARNER = zapex.agent.device, zapex.agent.pipeline, zapex.roles.learner
+DEVICE, LEARNER = zapex.agent.device, zapex.roles.learner
 NO_CHECK = ("if self._taken[self._next]:", "if False:")
 MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
     "the computer does not wait": {
@@ -175,8 +171,8 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
         DEVICE: [("self._next = (self._next + 1) % _SEATS", "pass")]
     },
     "one buffer": {DEVICE: [NO_CHECK, ("self._next = (self._next + 1) % _SEATS", "pass")]},
-    "a buffer too few": {PIPELINE: [("late = 1", "late = 2")]},
-    "a buffer is swapped early": {DEVICE: [NO_CHECK], PIPELINE: [("late = 1", "late = 2")]},
+    "a buffer too few": {DEVICE: [("late = 1", "late = 2")]},
+    "a buffer is swapped early": {DEVICE: [NO_CHECK, ("late = 1", "late = 2")]},
     "the host's memory is filled early": {  # three batches in turn would hide it
         LEARNER: [
             ("append((batch, sampled))", "append((batch, sampled)); self._free.append(batch)"),
@@ -184,7 +180,7 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
         ]
     },
     "the target does not wait for the step": {
-        PIPELINE: [
+        DEVICE: [
             ("queues.compute(lambda enter: self._dqn.renew_target())",
              "x = self._dqn.renew_target()")
         ]
@@ -195,10 +191,10 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_no_mutant_of_the_waits_survives(name: str) -> None:
     made = {module: mutant(module, *MUTANTS[name].get(module, [])) for module in
-            (DEVICE, PIPELINE, LEARNER)}  # fmt: skip
+            (DEVICE, LEARNER)}  # fmt: skip
     modules = types.SimpleNamespace(
         Device=made[DEVICE].Device,
-        Pipeline=made[PIPELINE].Pipeline,
+        Pipeline=made[DEVICE].Pipeline,
         Learner=made[LEARNER].Learner,
         batches=2 if LEARNER in MUTANTS[name] else 3,
     )
@@ -314,7 +310,7 @@ def act_and_compare(queues: Any, schema: Schema, tolerance: float) -> None:
     """Batched forward passes there and here, with parameters that change between two of them."""
     column, rng = schema.obs_columns["obs"], np.random.default_rng(1)
     theirs = acting(queues, schema)
-    ours = Policy(dqn_on("cpu", schema).online)
+    ours = dqn_on("cpu", schema).online
     for turn in range(8):
         shape = (ROWS, *column.value_shape)
         image = column.dtype == np.uint8
@@ -358,7 +354,7 @@ def check_sizes(device: str, queues: Callable[[], Any], tolerance: float) -> Non
     """Groups of two, in any number: the values are those of the rows that were asked for."""
     column, rng, made = VECTORS.obs_columns["obs"], np.random.default_rng(1), []
     network = dqn_on(device, VECTORS).online
-    ours = Policy(dqn_on("cpu", VECTORS).online)
+    ours = dqn_on("cpu", VECTORS).online
 
     def make(streams: int) -> DevicePolicy:
         made.append(streams)

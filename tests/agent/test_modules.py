@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zapex.agent import losses, modules, networks
+from zapex.agent import losses, networks
 from zapex.agent.export import export
 from zapex.agent.learning import DQN
 from zapex.errors import ConfigError
@@ -87,8 +87,8 @@ def root(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return prediction.sqrt()
 
 
-def own(name: str, shape: tuple[int, ...] = (4,), seed: int = 0) -> modules.ModuleNetwork:
-    return modules.build(f"{HERE}:{name}", shape, np.dtype(np.float32), 3, CPU, seed=seed)
+def own(name: str, seed: int = 0) -> networks.Network:
+    return networks.build((4,), np.float32, 3, network=f"{HERE}:{name}", device="cpu", seed=seed)
 
 
 def batch(rows: int, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> dict[str, Any]:
@@ -191,8 +191,9 @@ def test_what_is_no_loss_is_one_clear_error(name: str, says: str) -> None:
 def test_impala_learns_from_images_and_can_be_written_as_onnx(
     switches: dict[str, Any], tmp_path: Path
 ) -> None:
-    options = {"hidden": 16, "channels": 8, **switches}
-    network = modules.build("impala", (3, 40, 44), np.dtype(np.uint8), 3, CPU, options=options)
+    network = networks.build(
+        (3, 40, 44), np.uint8, 3, 16, network="impala", channels=8, device="cpu", **switches
+    )
     learner = DQN(network, optimiser="adam", lr=5e-3, target_period=1000)
     losses_seen = [learner.learn(batch(16, (3, 40, 44), "uint8"))[1]["td_loss"] for _ in range(40)]
     assert losses_seen[-1] < 0.8 * losses_seen[0]

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from zapex.agent import fused, networks, pixels
-from zapex.agent.policy import Policy
+from zapex.agent import fused, networks
 from zapex.errors import ConfigError
 
 SMALL = {"obs_shape": (2, 40, 44), "obs_dtype": np.uint8, "num_actions": 3, "hidden": 16}
@@ -67,7 +66,7 @@ def channels_last(obs):
 def test_frames_become_pixels_whatever_the_stack(stack):
     obs = images(3, (stack, 37, 41))
     for memory in (obs, channels_last(obs), images(6, (stack, 37, 41))[::2]):
-        out = pixels.channels_last(torch.from_numpy(memory))
+        out = fused.channels_last(torch.from_numpy(memory))
         np.testing.assert_array_equal(out.numpy(), memory)
         assert out.is_contiguous(memory_format=torch.channels_last)
 
@@ -111,7 +110,7 @@ def test_advantages_are_centred_so_one_action_has_only_a_value():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("as_buffer", [lambda a: a, bytes, bytearray, lambda a: a.view(np.uint8)])
 def test_flat_parameters_make_an_equal_network_elsewhere(precision, as_buffer):
-    here, there = build(precision=precision, seed=1), Policy(build(precision=precision, seed=2))
+    here, there = build(precision=precision, seed=1), build(precision=precision, seed=2)
     obs = images(4)
     assert not np.array_equal(q_values(here, obs), there.q_values(obs))
     there.load_flat(as_buffer(here.flat.numpy()))
@@ -161,7 +160,7 @@ def test_what_no_network_fits_is_said(change, message):
 
 def test_observations_of_another_shape_are_refused():
     with pytest.raises(ConfigError, match=r"\(B, 2, 40, 44\), got \(3, 40, 44, 2\)"):
-        Policy(build()).q_values(images(3, (40, 44, 2)))
+        build().q_values(images(3, (40, 44, 2)))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

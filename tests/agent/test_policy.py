@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zapex.agent.exploration import epsilon_greedy, epsilon_ladder
+from zapex.agent.policy import epsilon_greedy, epsilon_ladder
 
 
 def test_the_ladder_is_the_papers_closed_form():

@@ -40,7 +40,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def network(seed: int = 0) -> networks.DuelingNetwork:
+def network(seed: int = 0) -> networks.Nature:
     return networks.build((3,), np.float32, 2, hidden=4, device="cpu", seed=seed)
 
 

@@ -167,8 +167,7 @@ class Sums:
 @pytest.mark.parametrize("how", ["in the device's order", "at once"])
 def test_new_chunks_take_their_places_in_the_device_s_order(how: str) -> None:
     """Slots are used again so fast that each batch has chunks in the places of the last one's."""
-    from zapex.agent.device import Device
-    from zapex.agent.pipeline import Pipeline
+    from zapex.agent.device import Device, Pipeline
     from zapex.chunks.batch import split
 
     def runs(seed: int) -> bool:

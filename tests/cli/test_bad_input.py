@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zapex.agent.architecture import state_shapes
+from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
@@ -63,7 +63,7 @@ def a_run(**settings: Any) -> Path:
     )  # fmt: skip
     (run / "config.toml").write_text(config.to_toml())
     state = {"schema": CARTPOLE | settings, "counters": {}, "params_version": 1, "totals": {}}
-    shapes = state_shapes((4,), np.float32, 2, 8)
+    shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, 8)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     checkpoint.save(run / "checkpoints", checkpoint.step_name(5), tensors, state)
     return run

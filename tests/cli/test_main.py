@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zapex.agent.architecture import state_shapes
+from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.cli import resolve
@@ -227,7 +227,7 @@ def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
     (run / "config.toml").write_text(config.to_toml())
     assert "runs/a has no checkpoint" in refusal(capsys, "train", "--resume", "runs/a")
     schema = {"env_id": "CartPole-v1", "num_actions": 2}
-    shapes = state_shapes((4,), np.float32, 2, config.learner.hidden)
+    shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, config.learner.hidden)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     directory, name = run / "checkpoints", checkpoint.step_name(1)
     path = checkpoint.save(directory, name, tensors, {"schema": schema})

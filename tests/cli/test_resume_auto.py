@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zapex.agent.architecture import state_shapes
+from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
@@ -43,7 +43,7 @@ def test_a_run_with_a_checkpoint_goes_on_with_its_own_settings(configs: list[Con
     Path("run").mkdir()
     Path("run/config.toml").write_text(configs.pop().to_toml())
     state = {"schema": CARTPOLE, "counters": {}, "params_version": 1, "totals": {}}
-    shapes = state_shapes((4,), np.float32, 2, 8)
+    shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, 8)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     checkpoint.save(Path("run/checkpoints"), checkpoint.step_name(5), tensors, state)
     zapex_train()

@@ -46,9 +46,7 @@ def test_a_file_with_other_values_is_refused(
 ) -> None:
     pytest.importorskip("onnxruntime")
     network = networks.build((4,), np.float32, 2, 8, device="cpu", precision="float32")
-    monkeypatch.setattr(
-        networks.DuelingNetwork, "to_plain_input", lambda self, obs: obs.flatten(1) * 1.5
-    )
+    monkeypatch.setattr(networks.Nature, "to_plain_input", lambda self, obs: obs.flatten(1) * 1.5)
     with pytest.raises(ConfigError, match="gives other Q values than the network"):
         export(network, tmp_path / "p.onnx", "float32")
 

@@ -1,14 +1,13 @@
-"""The layers of a network as shapes, and the size of its parameters, without torch."""
+"""The layers of the built-in network as shapes, without torch: most processes need only these."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from zapex.errors import ConfigError
 
-NATURE_CHANNELS = 32  # of the first convolution (Mnih et al. 2015); the others have twice as many
 _CONVOLUTIONS = (
     (36, ((8, 4), (4, 2), (3, 1))),
     (16, ((4, 2), (3, 2), (3, 1))),
@@ -17,7 +16,7 @@ _CONVOLUTIONS = (
 """Kernel and stride of each convolution, for images of at least so many pixels a side."""
 MIN_IMAGE_SIDE = 7  # a smaller image leaves nothing for the third convolution
 _MOST_FEATURES = 1 << 16  # of one image: with more, most parameters would be in one dense layer
-SMALLER = "--wrapper zapex.envs.wrappers:Grey84"
+_SMALLER = "--wrapper zapex.envs.wrappers:Grey84"
 
 
 class Layer(NamedTuple):
@@ -33,64 +32,54 @@ def sees_images(shape: Sequence[int], dtype: np.dtype[np.generic] | type[np.gene
     return np.dtype(dtype) == np.uint8 and len(shape) == 3
 
 
-def trunk_layers(
+def layers(
     shape: tuple[int, ...],
     dtype: np.dtype[np.generic] | type[np.generic],
+    num_actions: int,
     hidden: int | None = None,
-    channels: int = NATURE_CHANNELS,
+    channels: int = 32,
     dueling: bool = True,
     max_pool: int = 0,
 ) -> list[Layer]:
-    """The layers up to both streams. Raises ConfigError if no network fits the observations.
+    """The layers of a network; "streams" is the last one before the heads.
 
-    dueling: else there is one stream. max_pool: the side of the image that the convolutions leave;
-    0: as it comes.
+    Args:
+        shape: of one observation.
+        dtype: of one observation.
+        num_actions: outputs of the head "advantage".
+        hidden: units of each stream; None: 512 for images and 128 for vectors.
+        channels: filters of the first convolution (Mnih et al. 2015: 32); the others have twice as
+            many.
+        dueling: two streams with a head each, V(s) and A(s, a); False: one, Q(s, a).
+        max_pool: largest side of the image that the convolutions leave; 0: any.
+
+    Raises:
+        ConfigError: no network fits the observations.
     """
     streams = 2 if dueling else 1
     if sees_images(shape, dtype):
-        return _convolutions(shape, streams * (hidden or 512), channels, max_pool)
-    return _dense(shape, hidden or 128, streams)
+        hidden = hidden or 512
+        trunk = _convolutions(shape, streams * hidden, channels, max_pool)
+    else:
+        hidden = hidden or 128
+        trunk = _dense(shape, hidden, streams)
+    value = [Layer("value", (1, hidden))] if dueling else []
+    return [*trunk, *value, Layer("advantage", (num_actions, hidden))]
 
 
-def output_layers(trunk: list[Layer], num_actions: int, dueling: bool = True) -> list[Layer]:
-    """The two heads: V(s), and A(s, a) for each action; without `dueling` the second is Q."""
-    hidden = trunk[-1].weight[0] // (2 if dueling else 1)
-    advantage = Layer("advantage", (num_actions, hidden))
-    return [Layer("value", (1, hidden)), advantage] if dueling else [advantage]
-
-
-def parameter_count(
-    shape: tuple[int, ...],
-    dtype: np.dtype[np.generic] | type[np.generic],
-    num_actions: int,
-    hidden: int | None = None,
-    channels: int = NATURE_CHANNELS,
-    dueling: bool = True,
-    max_pool: int = 0,
-) -> int:
-    """Parameters of the whole network: float32 numbers in one flat array."""
-    trunk = trunk_layers(shape, dtype, hidden, channels, dueling, max_pool)
-    layers = [*trunk, *output_layers(trunk, num_actions, dueling)]
-    return sum(math.prod(layer.weight) + layer.weight[0] for layer in layers)
-
-
-def state_shapes(
-    shape: tuple[int, ...],
-    dtype: np.dtype[np.generic] | type[np.generic],
-    num_actions: int,
-    hidden: int | None = None,
-    channels: int = NATURE_CHANNELS,
-    dueling: bool = True,
-    max_pool: int = 0,
-) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a learner's state, by the names of `DQN.state_dict_tensors`."""
-    trunk = trunk_layers(shape, dtype, hidden, channels, dueling, max_pool)
+def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its name."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer in [*trunk, *output_layers(trunk, num_actions, dueling)]:
-        for part in ("online", "target", "optimiser.mean", "optimiser.mean_square"):
-            shapes[f"{part}.{layer.name}.weight"] = layer.weight
-            shapes[f"{part}.{layer.name}.bias"] = layer.weight[:1]
+    for layer in layers:
+        shapes[f"{layer.name}.weight"] = layer.weight
+        shapes[f"{layer.name}.bias"] = layer.weight[:1]
     return shapes
+
+
+def state_shapes(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a learner's state, by the names of `DQN.state_dict_tensors`."""
+    parts = ("online", "target", "optimiser.mean", "optimiser.mean_square")
+    return {f"{part}.{name}": shape for part in parts for name, shape in parameters.items()}
 
 
 def _convolutions(shape: tuple[int, ...], units: int, filters: int, max_pool: int) -> list[Layer]:
@@ -115,7 +104,7 @@ def _convolutions(shape: tuple[int, ...], units: int, filters: int, max_pool: in
     if features > _MOST_FEATURES:
         raise ConfigError(
             f"images of shape {shape} leave {features:,} features, which is more than "
-            f"{_MOST_FEATURES:,}: make them smaller with {SMALLER}, or give --max-pool 6"
+            f"{_MOST_FEATURES:,}: make them smaller with {_SMALLER}, or give --max-pool 6"
         )
     return [*layers, Layer("streams", (units, features))]
 

@@ -15,9 +15,14 @@ returned a seat's result, nothing uses the seat, nor the host's memory that the 
     device.compute(ticket, work)             # work(ticket, enter) -> ticket.out
     ...                                      # upload the next batch, compute with it
     numbers = device.download(ticket)
+
+`Pipeline` learns this way: the results of a batch come while it learns from the next.
+`DevicePolicy` and `Sizes` act this way.
 """
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Enter = Callable[[str], object]
+from zapex.agent.learning import DQN, Enter
+from zapex.agent.networks import Network
+
 _SEATS = 2
 _EAGER = 3  # steps of a seat before it is recorded: libraries choose their methods in them
 
@@ -200,3 +207,131 @@ class CudaQueues:
         """From each phase's event to the next one's."""
         pairs = itertools.pairwise(self._phases[key].items())
         return {name: mark.elapsed_time(after) for (name, mark), (_, after) in pairs}
+
+
+class Pipeline:
+    """The steps of a DQN on a device, in order. A batch's memory is free after its `finish`.
+
+        trainer = Pipeline(dqn, Device(...), batch.layout.tensors)
+        trainer.begin(first)
+        while True:
+            trainer.begin(following)
+            td_errors, facts, times = trainer.finish()      # of the batch before
+
+    Args:
+        dqn: its network is on the queues' device.
+        device: with `dqn.results(batch size)` results.
+        split: the columns by name of a batch's memory.
+        prepare: what the device does with a batch before its step, besides the copy of its memory.
+    """
+
+    late = 1
+    """How many batches may be under way when the next one begins."""
+
+    def __init__(
+        self,
+        dqn: DQN,
+        device: Device,
+        split: Callable[[Tensor], dict[str, Any]],
+        prepare: Callable[[Any], object] | None = None,
+    ) -> None:
+        self._dqn, self._device, self._split = dqn, device, split
+        self._prepare = prepare
+        self._under_way: deque[Ticket] = deque()
+
+    def begin(self, batch: Any, enter: Enter = lambda phase: None) -> None:
+        """Begin a step on a batch (its memory as `batch.block`, a uint8 tensor)."""
+        enter("forward")
+        ticket = self._device.upload(batch.block)
+        self._device.wait(ticket)
+        if (prepare := self._prepare) is not None:
+            self._device.queues.compute(lambda enter: prepare(batch))
+        self._device.compute(ticket, self._learn)
+        # After the step, in the order of the computer's queue.
+        if self._dqn.count():
+            self._device.queues.compute(lambda enter: self._dqn.renew_target())
+        self._under_way.append(ticket)
+
+    def _learn(self, ticket: Ticket, enter: Enter) -> None:
+        batch = self._dqn.without_unusable_rows(self._split(ticket.memory))
+        self._dqn.step(batch, ticket.out, enter)
+
+    def finish(self) -> tuple[np.ndarray, dict[str, float], dict[str, float]]:
+        """Wait for the oldest step: (TD errors, metrics) as of `learn`, and the time of each phase.
+
+        Raises Diverged; later steps have changed nothing either if their loss was not finite.
+        """
+        ticket = self._under_way.popleft()
+        td_errors, facts = self._dqn.read(self._device.download(ticket))
+        return td_errors, facts, self._device.times(ticket)
+
+
+class DevicePolicy:
+    """Q values of a network on a device: one forward pass for all streams of an actor.
+
+    Use it from one thread. The device computes `streams` rows each time.
+
+    Args:
+        network: on the queues' device.
+        queues: of the device.
+        streams: the most observations at a time.
+        dtype: of the observations.
+    """
+
+    def __init__(
+        self, network: Network, queues: Queues, streams: int, dtype: np.dtype[Any]
+    ) -> None:
+        self._network, self._shape = network, (streams, *network.obs_shape)
+        self._dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        nbytes = math.prod(self._shape) * dtype.itemsize
+        self._sent = queues.host_memory(nbytes)
+        self._staged = self._sent.view(self._dtype).view(self._shape).numpy()
+        self._device = Device(queues, nbytes, streams * network.num_actions)
+
+    def load_flat(self, buffer: Any) -> None:
+        """Load parameters from a buffer of float32 [n] or its bytes, in place."""
+        self._network.load_flat(buffer)
+
+    def q_values(self, obs: np.ndarray) -> np.ndarray:
+        """Q values, float32 (S, num_actions), of observations (S, *obs_shape)."""
+        np.copyto(self._staged[: len(obs)], obs)
+        ticket = self._device.upload(self._sent)
+        self._device.wait(ticket)
+        self._device.compute(ticket, self._forward)
+        return self._device.download(ticket).reshape(self._shape[0], -1)[: len(obs)]
+
+    def _forward(self, ticket: Ticket, enter: Enter) -> None:
+        with torch.inference_mode():
+            enter("forward")
+            obs = ticket.memory.view(self._dtype).view(self._shape)
+            q = self._network(self._network.to_input(obs))
+            ticket.out.copy_(q.reshape(-1))
+
+
+class Sizes:
+    """Like `DevicePolicy`, for a number of observations that varies.
+
+    There is a policy for 1, 2, 4, ... groups, made when it is needed: a device is best at repeating
+    work of a fixed size, and unused rows cost little.
+
+    Args:
+        make: makes the policy for so many observations.
+        network: the one of all policies.
+        group: observations come in groups of so many.
+    """
+
+    def __init__(self, make: Callable[[int], DevicePolicy], network: Network, group: int) -> None:
+        self._make, self._network, self._group = make, network, group
+        self._policies: dict[int, DevicePolicy] = {}
+
+    def load_flat(self, buffer: Any) -> None:
+        """Load parameters from a buffer of float32 [n] or its bytes, in place."""
+        self._network.load_flat(buffer)
+
+    def q_values(self, obs: np.ndarray) -> np.ndarray:
+        """Q values, float32 (S, num_actions), of observations (S, *obs_shape)."""
+        groups = -(-len(obs) // self._group)
+        size = self._group << (groups - 1).bit_length()
+        if size not in self._policies:
+            self._policies[size] = self._make(size)
+        return self._policies[size].q_values(obs)

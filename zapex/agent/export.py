@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zapex.agent import fused
-from zapex.agent.flat import Network
+from zapex.agent.networks import Network
 from zapex.errors import ConfigError
 
 _ROWS = 5

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zapex.agent import losses
-from zapex.agent.flat import Network
+from zapex.agent.networks import Network
 from zapex.agent.optimisers import Adam, CentredRMSProp, Optimiser
 from zapex.errors import CheckpointError, Diverged
 from zapex.machine.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option

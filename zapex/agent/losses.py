@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zapex.agent import LOSSES
 from zapex.errors import ConfigError
 from zapex.machine.named import load
 
@@ -24,18 +25,15 @@ def huber(prediction: Tensor, target: Tensor) -> Tensor:
     return F.huber_loss(prediction, target, reduction="none")
 
 
-BUILT_IN: dict[str, Loss] = {"squared": squared, "huber": huber}
-
-
 def named(name: str) -> Loss:
-    """The loss `name`: one of BUILT_IN, or module:function.
+    """The loss `name`: one of LOSSES, or module:function.
 
     Raises:
         ConfigError: it is not a differentiable function that returns the loss of each row.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    loss: Loss = load(name, "--loss")
+    loss: Loss = load(LOSSES.get(name, name), "--loss")
+    if name in LOSSES:
+        return loss
     about = f"--loss {name}"
     prediction, target = torch.zeros(_ROWS, requires_grad=True), torch.ones(_ROWS)
     try:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from zapex.agent.flat import Network
 from zapex.agent.learning import DQN, memory_given_back
+from zapex.agent.networks import Network
 from zapex.checkpoints import file as checkpoint
 from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
 from zapex.envs.environments import EnvironmentSpec

@@ -7,40 +7,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zapex.agent import architecture
-from zapex.config.settings import LearnerConfig
+from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 
 if TYPE_CHECKING:
-    from zapex.agent.flat import Network
+    from zapex.agent.networks import Network
 
 
 def network_of(
     spec: EnvironmentSpec, config: LearnerConfig, device: str, precision: str, seed: int = 0
 ) -> "Network":
-    """The network that `config` asks for, on `device`, for the environment's observations.
+    """The network that `config` asks for, on `device`, for the environment's observations."""
+    from zapex.agent import networks
 
-    precision: of the built-in CNN; other networks compute in float32.
-    """
-    from zapex.agent import modules, networks
-
-    shape, dtype = spec.observation_shape, np.dtype(spec.observation_dtype)
-    options = {
-        "hidden": config.hidden,
-        "channels": config.channels,
-        "dueling": config.dueling,
-        "layer_norm": config.layer_norm,
-        "max_pool": config.max_pool,
-    }
-    if config.network != "nature":
-        place = networks.device_of(device)
-        return modules.build(
-            config.network, shape, dtype, spec.num_actions, place, parts=spec.parts, seed=seed,
-            options=options,
-        )  # fmt: skip
     return networks.build(
-        shape, dtype, spec.num_actions, precision=precision, device=device, seed=seed,
-        **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+        spec.observation_shape,
+        np.dtype(spec.observation_dtype),
+        spec.num_actions,
+        **{name: getattr(config, name) for name in NETWORK_FIELDS},
+        parts=spec.parts,
+        precision=precision,
+        device=device,
+        seed=seed,
+    )
 
 
 def check(spec: EnvironmentSpec, config: LearnerConfig, learns: bool) -> None:
@@ -54,23 +43,30 @@ def check(spec: EnvironmentSpec, config: LearnerConfig, learns: bool) -> None:
 
 def parameters(spec: EnvironmentSpec, config: LearnerConfig) -> int:
     """How many numbers the network has."""
-    shapes = state_shapes(spec, config).items()
-    return sum(math.prod(shape) for name, shape in shapes if name.startswith("online."))
+    return sum(math.prod(shape) for shape in _parameter_shapes(spec, config).values())
 
 
 def state_shapes(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a learner's state, by the names of `DQN.state_dict_tensors`."""
-    if config.network == "nature":
-        dtype = np.dtype(spec.observation_dtype)
-        return architecture.state_shapes(
-            spec.observation_shape, dtype, spec.num_actions, config.hidden, config.channels,
-            config.dueling, config.max_pool,
-        )  # fmt: skip
-    return {
-        f"{part}.{name}": shape
-        for part in ("online", "target", "optimiser.mean", "optimiser.mean_square")
-        for name, shape in _shapes(_Same(spec, config)).items()
-    }
+    return architecture.state_shapes(_parameter_shapes(spec, config))
+
+
+def _parameter_shapes(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the network's parameters; only networks other than nature load torch."""
+    if config.network != "nature":
+        return _shapes(_Same(spec, config))
+    dtype = np.dtype(spec.observation_dtype)
+    return architecture.parameter_shapes(
+        architecture.layers(
+            spec.observation_shape,
+            dtype,
+            spec.num_actions,
+            config.hidden,
+            config.channels,
+            config.dueling,
+            config.max_pool,
+        )
+    )
 
 
 class _Same:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zapex.agent.policy import Policy
+from zapex.agent.networks import Network
 from zapex.checkpoints import file as checkpoint
 from zapex.checkpoints.network import network_of
 from zapex.config.settings import LearnerConfig
@@ -45,8 +45,8 @@ def made_with(found: checkpoint.Checkpoint) -> tuple[EnvironmentSpec, LearnerCon
         ) from error
 
 
-def load(path: Path, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
-    """A policy with the online parameters of the checkpoint at `path`.
+def load(path: Path, spec: EnvironmentSpec, config: LearnerConfig) -> Network:
+    """The network with the online parameters of the checkpoint at `path`.
 
     Raises:
         CheckpointError: missing, damaged, or of another network than `spec` and `config` make.
@@ -54,7 +54,7 @@ def load(path: Path, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
     return loaded(checkpoint.load(path), spec, config)
 
 
-def loaded(found: checkpoint.Checkpoint, spec: EnvironmentSpec, config: LearnerConfig) -> Policy:
+def loaded(found: checkpoint.Checkpoint, spec: EnvironmentSpec, config: LearnerConfig) -> Network:
     """The same, of a checkpoint that was read. Raises CheckpointError as `load` does."""
     path, tensors = found.path, found.tensors
     network = network_of(spec, config, config.device, config.precision)
@@ -66,6 +66,7 @@ def loaded(found: checkpoint.Checkpoint, spec: EnvironmentSpec, config: LearnerC
                 f"{path} is of another network: {name} is {there} there and float32 {shape} for "
                 f"{spec.env_id}; use the environment that the run was trained on"
             )
-    policy = Policy(network)
-    policy.load_flat(np.concatenate([tensors[f"online.{name}"].ravel() for name in network.shapes]))
-    return policy
+    network.load_flat(
+        np.concatenate([tensors[f"online.{name}"].ravel() for name in network.shapes])
+    )
+    return network

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zapex.agent.policy import Policy
+    from zapex.agent.networks import Network
     from zapex.checkpoints.file import Checkpoint
     from zapex.envs.environments import EnvironmentSpec
 
@@ -25,8 +25,8 @@ class SavedPolicy:
     `checkpoint` is the file.
     """
 
-    def __init__(self, policy: "Policy", spec: "EnvironmentSpec", checkpoint: Path) -> None:
-        self._policy, self._spec = policy, spec
+    def __init__(self, network: "Network", spec: "EnvironmentSpec", checkpoint: Path) -> None:
+        self._network, self._spec = network, spec
         self.environment, self.checkpoint = spec.env_id, checkpoint
 
     def __call__(self, obs: Any) -> Any:
@@ -51,7 +51,7 @@ class SavedPolicy:
         from zapex.envs.observations import batch_of
 
         batch, single = batch_of(self._spec, obs)
-        q = self._policy.q_values(batch)
+        q = self._network.q_values(batch)
         return q[0] if single else q
 
 
@@ -71,8 +71,8 @@ def load_policy(
         ConfigError: it names code and `trust` is False, or that code cannot be imported.
     """
     found = _found(Path(run), which)
-    policy, spec = _policy(found, Path(run), trust, device, "auto")
-    return SavedPolicy(policy, spec, found.path)
+    network, spec = _network(found, Path(run), trust, device, "auto")
+    return SavedPolicy(network, spec, found.path)
 
 
 def _found(run: Path, which: str) -> "Checkpoint":
@@ -84,9 +84,9 @@ def _found(run: Path, which: str) -> "Checkpoint":
     return checkpoint.load(policy.find(run_directory(str(run)), which))
 
 
-def _policy(
+def _network(
     found: "Checkpoint", run: Path, trust: bool, device: str, precision: str
-) -> "tuple[Policy, EnvironmentSpec]":
+) -> "tuple[Network, EnvironmentSpec]":
     from zapex.checkpoints import policy as saved
 
     made_with = saved.made_with(found)
@@ -139,10 +139,10 @@ def command(args: list[str]) -> int:
     if options.onnx == ".onnx":
         raise ConfigError("`zapex export` needs a file: zapex export RUN --onnx policy.onnx")
     found = _found(Path(options.run), options.checkpoint)
-    policy, spec = _policy(found, Path(options.run), options.trust, "cpu", "float32")
+    network, spec = _network(found, Path(options.run), options.trust, "cpu", "float32")
     from zapex.agent.export import export
 
-    off = export(policy.network, Path(options.onnx), spec.observation_dtype)
+    off = export(network, Path(options.onnx), spec.observation_dtype)
     print(f"{spec.env_id}, {spec.observation_dtype} observations (B, {_shape(spec)})")
     print(f"checkpoint {found.path}")
     print(f"written and checked with onnxruntime: {options.onnx}; Q values differ by {off:.1e}")

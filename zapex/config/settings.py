@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, Self
 
+from zapex.agent import LOSSES, NETWORKS
 from zapex.config import clusters
 from zapex.config.fields import SettingsGroup, check_path, parse_count, setting, toml_value
 from zapex.config.words import did_you_mean
@@ -185,10 +186,10 @@ class LearnerConfig(SettingsGroup):
         super().__post_init__()
         if self.loss == "mse":
             object.__setattr__(self, "loss", "squared")
-        if self.loss not in ("squared", "huber"):
-            check_path(self.loss, "--loss", "squared, huber or ")
-        if self.network not in ("nature", "impala"):
-            check_path(self.network, "--network", "nature, impala or ")
+        if self.loss not in LOSSES:
+            check_path(self.loss, "--loss", f"{', '.join(LOSSES)} or ")
+        if self.network not in NETWORKS:
+            check_path(self.network, "--network", f"{', '.join(NETWORKS)} or ")
 
 
 NETWORK_FIELDS = ("network", "hidden", "channels", "dueling", "layer_norm", "max_pool")

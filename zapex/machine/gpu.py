@@ -7,9 +7,11 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ANSWER_S = 120.0  # a first import of torch from a slow disk
 _LOOK_UP = "nvidia-smi shows whether the driver works and who uses the GPU"
@@ -22,7 +24,7 @@ _HINTS = (
 """A word of the problem -> what fixes it."""
 
 Ask = Callable[[], str]
-"""Returns one line of JSON, as `zapex.agent.gpu_facts` prints it. Raises OSError."""
+"""Returns one line of JSON: what `facts` returns. Raises OSError."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def look(ask: Ask | None = None, root: Path = Path("/")) -> Gpu:
 
 def _ask_torch() -> str:
     """The last line of a child that imports torch and computes something on the GPU."""
-    command = [sys.executable, "-P", "-m", "zapex.agent.gpu_facts"]
+    command = [sys.executable, "-P", "-m", "zapex.machine.gpu"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S,
@@ -103,3 +105,50 @@ def _driver(root: Path) -> str:
         return ""
     match = re.search(r"\b(\d{3,}(?:\.\d+)+)\b", text)
     return match[1] if match else ""
+
+
+def facts() -> dict[str, Any]:
+    """The fields of Gpu as torch reports them, or a `problem`.
+
+    A driver that is too old, and a GPU for which this build of torch has no kernels, show only when
+    something is computed.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        return {"problem": f"torch {torch.__version__} is not built for CUDA"}
+    try:
+        torch.ones(1, device="cuda")  # its error says why there is none
+        properties = torch.cuda.get_device_properties(0)
+        twice = torch.ones(8, device="cuda").mul(2)
+        if twice.sum().item() != 16:
+            return {"problem": "it computes wrong numbers"}
+        return {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": [properties.major, properties.minor],
+            "cuda": torch.version.cuda,
+            "bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),
+            "tf32": _tf32(torch, properties.major),
+            "multiprocessors": properties.multi_processor_count,
+        }
+    except (RuntimeError, AssertionError) as error:
+        return {"problem": (str(error).splitlines() or [repr(error)])[0]}
+
+
+def _tf32(torch: Any, major: int) -> str:
+    """What is computed in TF32 instead of float32; needs compute capability 8."""
+    used = [
+        what
+        for what, allowed in (
+            ("convolutions", torch.backends.cudnn.allow_tf32),
+            ("matrix products", torch.backends.cuda.matmul.allow_tf32),
+        )
+        if allowed and major >= 8
+    ]
+    return " and ".join(used)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # the problem says what torch warns of
+    print(json.dumps(facts()), flush=True)

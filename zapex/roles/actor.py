@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.agent.exploration import epsilon_greedy
+from zapex.agent.policy import epsilon_greedy
 from zapex.chunks.builder import CUT, END, ChunkBuilder
 from zapex.envs.streams import Step, Streams
 from zapex.host.metrics import EPISODE, RoleMetrics

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zapex.agent.exploration import epsilon_greedy
-from zapex.agent.policy import Policy
+from zapex.agent.policy import Acting, epsilon_greedy
 from zapex.envs.environments import EnvironmentSpec
 from zapex.envs.games import Games
 from zapex.envs.streams import Episode, Streams, make
@@ -214,7 +213,7 @@ class Evaluator:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Acting,
         make_streams: Callable[[], Streams],
         parameters: ParameterSource,
         metrics: RoleMetrics,

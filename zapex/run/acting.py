@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zapex.agent.exploration import epsilon_ladder, linear_epsilon
+from zapex.agent.policy import epsilon_ladder, linear_epsilon
 from zapex.chunks.builder import ChunkBuilder
 from zapex.host.metrics import RoleMetrics
 from zapex.machine.child import DutyCycle

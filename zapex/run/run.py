@@ -23,8 +23,8 @@ from zapex.replay.limiter import LimiterConfig
 from zapex.wire.header import Form
 
 if TYPE_CHECKING:
-    from zapex.agent.flat import Network
     from zapex.agent.learning import DQN
+    from zapex.agent.networks import Network
     from zapex.agent.policy import Acting
 
 NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
@@ -223,16 +223,13 @@ class Run:
 
     def policy(self) -> "Acting":
         """What an actor of this run computes with; with central inference, what answers all."""
-        from zapex.agent.policy import Policy
-
         actor = self.config.actor
         central = actor.inference == "central"
         place = actor.inference_device if central else "cuda" if actor.inference == "gpu" else "cpu"
         network = self.acting_network(place)
         if network.device.type == "cpu":
-            return Policy(network)
-        from zapex.agent.device import CudaQueues
-        from zapex.agent.device_policy import DevicePolicy, Sizes
+            return network
+        from zapex.agent.device import CudaQueues, DevicePolicy, Sizes
 
         def of(streams: int) -> DevicePolicy:
             queues = CudaQueues(network.device)

@@ -255,7 +255,6 @@ def make_evaluator(start: Start) -> DutyCycle:
     """The evaluator's role."""
     import torch
 
-    from zapex.agent.policy import Policy
     from zapex.checkpoints.learner import BestNetwork
     from zapex.envs import streams
     from zapex.roles.evaluator import MAX_STREAMS, Evaluator
@@ -277,7 +276,7 @@ def make_evaluator(start: Start) -> DutyCycle:
         evaluations.try_offer(record)
 
     return Evaluator(
-        Policy(network),
+        network,
         lambda: streams.make(
             spec,
             min(config.evaluator.eval_episodes, MAX_STREAMS),

@@ -83,8 +83,7 @@ def _completed_by(frames: DeviceFrames) -> Any:
 
 def pipeline(dqn: "DQN", layout: BatchLayout, frames: DeviceFrames | None, graphs: bool) -> Trainer:
     """The steps of a DQN on a GPU."""
-    from zapex.agent.device import CudaQueues, Device
-    from zapex.agent.pipeline import Pipeline
+    from zapex.agent.device import CudaQueues, Device, Pipeline
 
     queues = CudaQueues(dqn.online.device, graphs)
     device = Device(queues, layout.nbytes, dqn.results(layout.batch_size))

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from zapex.agent import kernel_classes
-from zapex.agent.exploration import epsilon_greedy, epsilon_ladder
-from zapex.agent.policy import Acting
+from zapex.agent.policy import Acting, epsilon_greedy, epsilon_ladder
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
 from zapex.config.settings import Config
