@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.paper.baseline import BATCHES, Memory, PairSink, Parameters, connect, most_waiting
 from benchmarks.support.harness import Clock
-from zapex.agent.exploration import epsilon_ladder
+from zapex.agent.policy import epsilon_ladder
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.builder import ChunkBuilder
 from zapex.cli.resolve import resolve
