@@ -1,7 +1,6 @@
-"""Faults of real run directories and of users' environments: one line, exit code 2.
+"""Mistakes on the command line and in files: one line, exit code 2, and nothing is started.
 
-The plain mistakes on a command line are in test_main.py. Here no process may start, and a run that
-was there must stay as it was.
+A run that was there must stay as it was.
 """
 
 import os
@@ -34,9 +33,7 @@ CARTPOLE = {
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_directory_where_nothing_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def empty_directory_where_nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: Any) -> int:
         raise AssertionError("a run was started")
 
@@ -70,194 +67,137 @@ def a_run(**settings: Any) -> Path:
 
 
 MISTAKES = """
-# Commands.
+# Commands, flags and words.
 trian                                        | did you mean train?
-learn                                        | did you mean train?
-evaluate run                                 | did you mean eval?
 serve                                        | did you mean replay?
-worker                                       | did you mean actor?
-frobnicate                                   | `zapex --help` lists them
+frobnicate                                   | 'frobnicate' & --help
 bench sumtre                                 | did you mean sumtree?
+train --lrr 1                                | did you mean --lr?
+train --frobnicate 3                         | --frobnicate & --help
+train -v                                     | '-v'
+train --no-lr                                | --no-lr
+train CartPole-v1 Acrobot-v1                 | 'Acrobot-v1' & 'CartPole-v1'
+watch --gme                                  | did you mean --game?
+keygen a b                                   | 'b'
+eval                                         | zapex eval RUN
+plot                                         | zapex plot RUN ...
+launch                                       | zapex launch FILE
+logs                                         | zapex logs ROLE [RUN]
+keygen                                       | zapex keygen DIR
+compare taken                                | two runs
+# Flags of other libraries.
+train --num-envs 8                           | did you mean --envs-per-actor?
+train --learning-rates 1                     | did you mean --lr?
+train --timesteps 1M                         | did you mean --total-timesteps?
+replay SMALL --port 7711                     | did you mean --listen?
+actor SMALL --listen tcp://127.0.0.1:7711    | did you mean --replay?
+eval run --num-episodes 3                    | did you mean --episodes?
 # Environments.
-train --env Brekout-v5                       | did you mean ALE/Breakout-v5
 train Brekout-v5                             | did you mean ALE/Breakout-v5
-train CartPole                               | did you mean CartPole-v1
-train --enw CartPole-v1                      | did you mean --env?
-train --env-id Acrobat-v1                    | did you mean Acrobot-v1
 train --env good.toml                        | --config good.toml
-train CartPole-v1 Acrobot-v1                 | --env is given already
 train --env ''                               | module:Id or module:callable
 train Pendulum-v1                            | Discrete actions
 train LunarLander-v2                         | LunarLander
 train no_such_module:Env-v0                  | no module 'no_such_module'
 train TOY:Lengthz                            | did you mean Lengths-v0
-train TOY:dict_observations                  | with a --wrapper of your own
+train TOY:dict_observations                  | --wrapper
 train TOY:many_actions                       | Discrete actions
 train TOY:tiny_images                        | FlattenObservation
-train TOY:not_an_environment                 | must be a gymnasium.Env class
-train SMALL --env-kwargs oops                | pairs like key=value, got 'oops'
+train TOY:not_an_environment                 | gymnasium.Env
+train SMALL --env-kwargs oops                | --env-kwargs & key=value & 'oops'
 train SMALL --env-kwargs wings=2             | wings
 train SMALL --env-kwargs                     | --env-kwargs KEY=VALUE
-train --env-kwargs frameskip=0               | frameskip must be 1 to 60
-train --env-kwargs sticky=0.25               | it takes repeat_action_probability
-# Flags that other programs have.
-train --lrr 1                                | did you mean --lr?
-train --learning-rates 1                     | did you mean --lr?
-train --buffer-size 1M                       | did you mean --capacity?
-train --num-envs 8                           | did you mean --envs-per-actor?
-train --workers 8                            | did you mean --actors?
-train --gpu                                  | did you mean --device?
-train --optimzer adam                        | did you mean --optimiser?
-train --train-frequency 4                    | did you mean --samples-per-insert?
-train --target-network-frequency 500         | did you mean --target-period?
-train --exploration-fraction 0.1             | did you mean --eps-base?
-train --wandb                                | did you mean --track?
-train --total-frames 1M                      | did you mean --max-frames?
-train --timesteps 1M                         | did you mean --total-timesteps?
-train --max-steps 1M                         | did you mean --total-timesteps?
-train --save-dir x                           | did you mean --run-dir?
-train --load x                               | did you mean --resume?
-train --eval-freq 10                         | did you mean --eval-period-s?
-train --discount 0.9                         | did you mean --gamma?
-train --multi-step 3                         | did you mean --n-step?
-train --warmup 100                           | did you mean --learning-starts?
-train --quiet                                | did you mean --plain?
-train --exp-name a                           | did you mean --exp?
-train --hidden-size 64                       | did you mean --hidden?
-train --minibatch-size 64                    | did you mean --batch-size?
-train --time-limit 3                         | did you mean --max-minutes?
-train --target-return 475                    | did you mean --stop-at-return?
-train --frobnicate 3                         | --help lists them
-train -v                                     | '-v' is not a flag
-train --no-lr                                | is not a flag
+train --env-kwargs frameskip=0               | frameskip & 1 to 60
+train --env-kwargs sticky=0.25               | repeat_action_probability
 # Values.
-train SMALL --lr fast                        | --lr must be a number, got 'fast'
-train SMALL --lr 1,5                         | --lr must be a number, got '1,5'
-train SMALL --lr nan                         | --lr must be a finite number, got nan
-train SMALL --lr 0                           | --lr must be more than 0
-train SMALL --lr                             | --lr needs a value: --lr NUMBER
+train SMALL --lr fast                        | --lr & 'fast'
+train SMALL --lr nan                         | --lr & finite & nan
+train SMALL --lr 0                           | --lr & more than 0
+train SMALL --lr                             | --lr NUMBER
 train SMALL --lr --plain                     | --lr needs a value
-train SMALL --batch-size 0                   | --batch-size must be at least 1, got 0
-train SMALL --batch-size 1.5                 | a whole number like 5000, 200k
-train SMALL --batch-size 4096                | lower the one or raise the other
-train SMALL --actors some                    | --actors: a count must be a whole number
-train SMALL --actors                         | --actors needs a value: --actors COUNT
-train SMALL --actors 0                       | --actors must be at least 1
-train SMALL --envs-per-actor 5000            | --envs-per-actor must be at most 4,096
-train SMALL --optimiser sgd                  | 'rmsprop', 'adam'
-train SMALL --loss l1                        | squared, huber or module:name
-train SMALL --precision fp16                 | 'float32', 'bfloat16'
-train SMALL --device gpu                     | 'cpu', 'cuda'
+train SMALL --batch-size 0                   | --batch-size & at least 1 & got 0
+train SMALL --batch-size 1.5                 | --batch-size & '1.5' & 200k
+train SMALL --actors                         | --actors COUNT
+train SMALL --envs-per-actor 5000            | --envs-per-actor & at most 4,096 & 5000
+train SMALL --optimiser sgd                  | --optimiser & 'adam' & 'sgd'
+train SMALL --loss l1                        | --loss & huber & 'l1'
 train SMALL --device cuda                    | --device cpu
-train CartPole-v1 --preset desktop           | 'laptop', 'smoke'
-train SMALL --max-frames -5                  | --max-frames must be at least 0, got -5
-train SMALL --total-timesteps ten            | --total-timesteps: a count must be
-train SMALL --total-timesteps -5             | --total-timesteps must be at least 0
-train SMALL --total-timesteps 5 --max-frames 5 | give one of them
-train SMALL --max-minutes inf                | --max-minutes must be a finite number
-train SMALL --max-minutes -1                 | --max-minutes must be at least 0
-train SMALL --max-minutes ten                | --max-minutes must be a number, got 'ten'
-train SMALL --stop-at-return abc             | --stop-at-return must be a number, got 'abc'
-train SMALL --stop-at-return 9 --eval-period-s 0 | --eval-period-s is 0: give
-train SMALL --capacity 100                   | --learning-starts must be at most --capacity
-train SMALL --capacity 10X                   | a whole number like 5000, 200k
-train --capacity 4M --env-kwargs img_width=160 | fits
-train SMALL --n-step 0                       | --n-step must be at least 1
-train SMALL --n-step 65                      | --n-step must be at most 64
-train SMALL --n-step 64 --capacity 32 --learning-starts 32 | --n-step
-train SMALL --gamma 1.5                      | --gamma must be at most 1
-train SMALL --alpha -1                       | --alpha must be at least 0
-train SMALL --seed one                       | --seed: a count must be a whole number
-train SMALL --seed -1                        | --seed must be at least 0
-train SMALL --inline=maybe                   | --inline must be true or false
-train SMALL --samples-per-insert -1          | --samples-per-insert must be at least 0
-train SMALL --samples-per-insert 8 --samples-per-insert-tolerance 9 | 0 chooses it
-train SMALL --eval-episodes 0                | --eval-episodes must be at least 1
-train SMALL --exp 'a/b ../x'                 | --exp must be
+train CartPole-v1 --preset desktop           | --preset & 'laptop' & 'desktop'
+train SMALL --inline=maybe                   | --inline & 'maybe'
+train SMALL --exp 'a/b ../x'                 | --exp & 'a/b ../x'
+train SMALL --total-timesteps -5             | --total-timesteps & at least 0 & -5
 train SMALL --track                          | pip install "zapex[wandb]"
-train SMALL --seeds 1,x                      | --seeds must be numbers with commas, as 1,2,3
-train SMALL --seeds 1,1                      | --seeds must name each seed once
-train SMALL --seeds 1,,2                     | --seeds must be numbers with commas
-train SMALL --seeds 1,2 --resume auto        | needs --run-dir
-launch                                       | `zapex launch` needs a file: zapex launch FILE
-plot                                         | `zapex plot` needs a directory: zapex plot RUN ...
-plot nothing                                 | nothing is not a run
-plot taken --by sed                          | --by must be one of config, seed, got 'sed'
-plot taken --out x.gif                       | --out must end in .png, .svg, .pdf
-plot taken --out no/x.png                    | directory that does not exist
-compare taken                                | needs two runs or more
-compare nothing.toml good.toml               | nothing.toml cannot be read as settings
-runs nothing                                 | there is no directory nothing
-watch nothing                                | nothing is not a run
-watch --gme                                  | did you mean --game?
-atach                                        | did you mean watch?
+train SMALL --visdom http://127.0.0.1:1      | python -m visdom.server
+train SMALL --seeds 1,x                      | --seeds & 1,x
+train SMALL --seeds 1,1                      | --seeds & once
+eval run --episodes -1                       | --episodes & at least 1 & -1
+eval run --epsilon 2                         | --epsilon & 0 to 1 & 2
+eval run --device tpu                        | --device & 'tpu'
+plot taken --by sed                          | --by & seed & 'sed'
+# Values that do not fit together.
+train SMALL --batch-size 4096                | --batch-size & --learning-starts
+train SMALL --capacity 100                   | --learning-starts & --capacity
+train --capacity 4M --env-kwargs img_width=160 | --capacity & fits
+train SMALL --n-step 64 --capacity 32 --learning-starts 32 | --n-step
+train SMALL --stop-at-return 9 --eval-period-s 0 | --eval-period-s is 0
+train SMALL --total-timesteps 5 --max-frames 5 | --total-timesteps & --max-frames
+train SMALL --samples-per-insert 8 --samples-per-insert-tolerance 9 | tolerance & 0 chooses it
+train SMALL --seeds 1,2 --resume auto        | --run-dir
+eval run --terminal --render                 | --terminal & --render
+eval run --render                            | display
 eval run --terminal                          | --video FILE.mp4
-eval run --terminal --render                 | give one of them
-eval run --render                            | there is no display here
-train SMALL --visdom localhost:8097          | --visdom localhost:8097
-train SMALL --visdom http://127.0.0.1:1      | --visdom http://127.0.0.1:1
 # Files and directories.
 train SMALL --run-dir taken                  | zapex train --resume taken
-train SMALL --run-dir /proc/run              | --run-dir /proc/run cannot be created
-train SMALL --run-dir file/run               | --run-dir file/run cannot be created
-train SMALL --config none.toml               | none.toml cannot be read: No such file
-train SMALL --config taken                   | taken cannot be read: Is a directory
+train SMALL --run-dir /proc/run              | --run-dir /proc/run
+train SMALL --run-dir file/run               | --run-dir file/run
+train SMALL --config none.toml               | none.toml & No such file
+train SMALL --config taken                   | taken & Is a directory
 train SMALL --config file                    | file is not TOML
-train SMALL --config lr.toml                 | lr.toml: --lr must be a finite number, got 'fast'
+train SMALL --config lr.toml                 | lr.toml & --lr & 'fast'
 train SMALL --config table.toml              | did you mean learner?
-train SMALL --config key.toml                | setting is called 'learning_rate'; did you mean lr?
-train SMALL --config place.toml              | belongs in the table [learner]
+train SMALL --config key.toml                | 'learning_rate'; did you mean lr?
+train SMALL --config place.toml              | [learner]
 train --resume nowhere                       | nowhere is not a run
-train --resume taken                         | taken is not a run
-train --resume a --config b                  | leave --config out
-config --lr fast                             | --lr must be a number
-doctor --actors many                         | --actors: a count must be a whole number
-simulate none.toml                           | none.toml cannot be read: No such file
-simulate none.tml                            | none.tml cannot be read: No such file
-simulate file                                | file is not TOML
-simulate table.toml                          | did you mean learner?
-# Evaluation.
-eval                                         | zapex eval RUN
+train --resume a --config b                  | --config
+runs nothing                                 | nothing
+watch nothing                                | nothing
+plot nothing                                 | nothing
+plot taken --out x.gif                       | --out & .png & 'x.gif'
+plot taken --out no/x.png                    | --out no/x.png
+compare nothing.toml good.toml               | nothing.toml
 eval nowhere                                 | nowhere is not a run
-eval run again                               | 'again' is not a flag
-eval run --episodes -1                       | --episodes must be at least 1, got -1
-eval run --episodes ten                      | --episodes: a count must be a whole number
-eval run --epsilon 2                         | --epsilon must be 0 to 1
-eval run --checkpoint newest                 | there is best, latest, step-
-eval run --json no/such.json                 | --json no/such.json lies in a directory
-eval run --video no/such.mp4                 | --video no/such.mp4 lies in a directory
-eval run --video game.avi                    | must end in .mp4, got game.avi
-eval run --device tpu                        | --device must be auto, cpu or cuda
-eval run --num-episodes 3                    | did you mean --episodes?
+eval run --checkpoint newest                 | best, latest, step-
+eval run --json no/such.json                 | --json no/such.json
+eval run --video game.avi                    | .mp4 & game.avi
+export run                                   | --onnx policy.onnx
+export run --onnx p.pt                       | .onnx & 'p.pt'
+export run --onnx no/p.onnx                  | --onnx no/p.onnx
+keygen taken                                 | never overwritten
+keygen /proc/new                             | /proc/new
 # Several hosts.
 replay --schema                              | --schema needs a value
-replay --schema none.json                    | none.json cannot be read
-replay --schema file                         | must be JSON
-replay SMALL --listen 7711                   | --listen must be tcp://HOST:PORT
+replay --schema none.json                    | none.json
+replay --schema file                         | JSON
+replay SMALL --listen 7711                   | --listen & tcp://HOST:PORT
 replay SMALL --listen tcp:/127.0.0.1:1       | did you mean tcp://127.0.0.1:1?
-replay SMALL --listen tcp://127.0.0.1:0      | --listen tcp://127.0.0.1:0 needs a fixed port
+replay SMALL --listen tcp://127.0.0.1:0      | --listen tcp://127.0.0.1:0
 replay SMALL --listen tcp://0.0.0.0:7711     | zapex keygen DIR
-replay SMALL --listen tcp://192.0.2.1:7711 --insecure-network | does not have that address
-replay SMALL --port 7711                     | did you mean --listen?
-replay SMALL --keys nowhere                  | `zapex keygen` makes keys
+replay SMALL --listen tcp://192.0.2.1:7711 --insecure-network | --listen & 192.0.2.1
+replay SMALL --keys nowhere                  | zapex keygen & nowhere
 replay SMALL --inline                        | --inline
-replay SMALL --resume run                    | run is not a run: it has no config.toml
-replay SMALL --network-memory 0              | --network-memory must be at least
-actor SMALL --replay tcp:/127.0.0.1:1        | did you mean tcp://127.0.0.1:1?
-actor SMALL --replay tcp://0.0.0.0:7711 --insecure-network | is only an address to listen at
-actor SMALL --replay tcp://no.such.invalid:7711 --insecure-network | is not known here
-actor SMALL --listen tcp://127.0.0.1:7711    | did you mean --replay?
-actor SMALL --resume run                     | takes only --resume auto
-actor SMALL --keys nowhere                   | `zapex keygen` makes keys
+replay SMALL --network-memory 0              | --network-memory
+replay SMALL --shards 2 --shard 2            | --shard & 0 to 1 & 2
+replay SMALL --shard 1                       | --shards
+replay SMALL --shards 0                      | 1 to 128 & 0
+replay SMALL --shards 2 --with-learner       | --with-learner & --shards
+replay SMALL --resume run                    | run is not a run
+actor SMALL --resume run                     | --resume auto
+actor SMALL --replay tcp://0.0.0.0:7711 --insecure-network | --replay & 0.0.0.0
+actor SMALL --replay tcp://no.such.invalid:7711 --insecure-network | no.such.invalid
+actor SMALL --replay tcp://127.0.0.1:1,tcp://127.0.0.1:1 | 'tcp://127.0.0.1:1' & once
+learner SMALL --replay tcp://127.0.0.1:1,htp://b | htp://b
 learner SMALL --replay tcp://192.0.2.1:7711  | --insecure-network
-learner SMALL --inline                       | --inline
-learner SMALL --host 10.0.0.1                | did you mean --replay?
-doctor actor SMALL --replay 7711             | --replay must be tcp://HOST:PORT
-doctor replay SMALL --listen 7711            | --listen must be tcp://HOST:PORT
-keygen                                       | zapex keygen DIR
-keygen taken                                 | never overwritten
-keygen a b                                   | 'b' is not a flag
-keygen /proc/new                             | cannot be made
+doctor actor SMALL --replay 7711             | --replay & tcp://HOST:PORT
 """
 
 FILES = {
@@ -269,25 +209,21 @@ FILES = {
 }
 
 
-def mistakes() -> list[tuple[str, str]]:
-    """(command line, what its message says to do) of every line that is not a comment."""
+def mistakes() -> list[tuple[str, list[str]]]:
+    """(command line, texts in its error) of every line that is not a comment."""
     lines = [line.split(" | ") for line in MISTAKES.strip().splitlines() if line[0] != "#"]
-    return [(command.strip(), mend.strip()) for command, mend in lines]
+    return [(command.strip(), texts.strip().split(" & ")) for command, texts in lines]
 
 
-def test_the_table_of_mistakes_is_long_and_holds_none_twice() -> None:
-    commands = [command for command, _ in mistakes()]
-    assert len(set(commands)) == len(commands) >= 120
-
-
-@pytest.mark.parametrize(("command", "mend"), mistakes())
-def test_a_mistake_is_one_line_that_says_what_to_do(
-    command: str, mend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("command", "texts"), mistakes())
+def test_a_mistake_is_one_line_with_setting_value_and_hint(
+    command: str, texts: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     for name, text in FILES.items():
         Path(name).write_text(text)
     Path("taken").mkdir()
-    if "eval run" in command:
+    if command.startswith(("eval run", "export run")):
         a_run()
     monkeypatch.setitem(sys.modules, "wandb", None)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
@@ -297,7 +233,7 @@ def test_a_mistake_is_one_line_that_says_what_to_do(
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("zapex: ")
-    assert mend in line
+    assert not [text for text in texts if text not in line], line
     assert sorted(Path.cwd().rglob("*")) == before, "nothing may have been written"
 
 
@@ -320,13 +256,13 @@ def test_without_the_dependencies_every_command_is_one_line() -> None:
     assert re.fullmatch(f"({line}){{6}}", done.stderr)
 
 
-def test_the_doctor_of_a_host_looks_for_its_replay_too(
+def test_the_doctor_of_a_host_checks_that_its_replay_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     assert cli.main(["doctor", "actor", *SMALL, "--replay", url]) == 1
-    assert f"replay: start `zapex replay --listen` at {url}" in capsys.readouterr().out
+    assert f"zapex replay --listen` at {url}" in capsys.readouterr().out
 
 
 def test_a_port_where_something_else_listens_is_one_line(
@@ -343,36 +279,34 @@ def test_a_port_where_something_else_listens_is_one_line(
         pool.submit(answer_as_a_web_server)
         url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert cli.main(["actor", *SMALL, "--replay", url]) == 2
-    assert "is not a replay: give the host and port" in capsys.readouterr().err
+    assert "is not a replay" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "texts"),
     [
-        ({"num_actions": 6}, "num_actions 6; this run has num_actions 2"),
-        ({"env_id": "Acrobot-v1", "observation_shape": [6]}, "env_id Acrobot-v1"),
+        ({"num_actions": 6}, ("num_actions 6", "num_actions 2")),
+        ({"env_id": "Acrobot-v1", "observation_shape": [6]}, ("Acrobot-v1", "CartPole-v1")),
     ],
 )
 def test_a_checkpoint_of_another_environment_is_refused_with_both_named(
-    settings: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], texts: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_run(**settings)
-    assert said in refusal(capsys, "--resume", "run")
+    line = refusal(capsys, "--resume", "run")
+    assert all(text in line for text in texts), line
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "name"),
     [
-        (
-            {"online.value.bias": None},
-            "value.bias is missing there, and this run needs (1,)",
-        ),
-        ({"optimiser.mean.dense1.weight": None}, "optimiser.mean.dense1.weight is missing"),
-        ({"target.streams.bias": np.zeros(3)}, "target.streams.bias is (3,) there"),
+        ({"online.value.bias": None}, "value.bias"),
+        ({"optimiser.mean.dense1.weight": None}, "optimiser.mean.dense1.weight"),
+        ({"target.streams.bias": np.zeros(3)}, "target.streams.bias"),
     ],
 )
 def test_a_checkpoint_without_a_tensor_is_refused_before_anything_starts(
-    change: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = checkpoint.latest(a_run())
     assert path is not None
@@ -380,7 +314,7 @@ def test_a_checkpoint_without_a_tensor_is_refused_before_anything_starts(
     tensors = {name: t for name, t in (found.tensors | change).items() if t is not None}
     checkpoint.save(path.parent, path.stem, tensors, found.state)
     line = refusal(capsys, "--resume", "run")
-    assert said in line
+    assert name in line
     assert path.name in line
 
 

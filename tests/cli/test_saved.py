@@ -41,7 +41,7 @@ def test_an_exported_network_chooses_as_the_policy_does(
     np.testing.assert_allclose(found, wanted, atol=0.02)  # of bfloat16, where the CPU has it
 
 
-def test_a_file_with_other_values_is_refused(
+def test_an_export_with_other_values_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnxruntime")
@@ -51,29 +51,7 @@ def test_a_file_with_other_values_is_refused(
         export(network, tmp_path / "p.onnx", "float32")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["run"], "needs a file: zapex export RUN --onnx policy.onnx"),
-        (["run", "--onnx", "p.pt"], "must be a file that ends in .onnx"),
-        (["run", "--onnx", "no/p.onnx"], "lies in a directory that does not exist"),
-        (["rum", "--onnx", "p.onnx"], "rum is not a run"),
-        (["run", "--onx", "p.onnx"], "did you mean --onnx?"),
-        (["run", "--onnx", "p.onnx", "--checkpoint", "bst"], "there is best, latest, step-"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    few()
-    capsys.readouterr()
-    assert cli.main(["export", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-    assert not list(Path().glob("*.onnx"))
-
-
-def test_without_onnxruntime_it_says_what_to_install(
+def test_without_onnx_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few()

@@ -1,4 +1,4 @@
-"""A stored run runs nothing that it names before its user has agreed."""
+"""A saved run's modules are not imported before the user agrees."""
 
 import builtins
 import subprocess
@@ -71,7 +71,7 @@ def left() -> set[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("env", ["subprocess:run", "mine:env", "mine:Mine-v0"])
-def test_a_stored_run_does_not_run_the_module_that_it_names(
+def test_a_saved_runs_module_is_not_imported(
     command: str, env: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kwargs = {"args": ["touch", "pwned"]} if env.startswith("subprocess") else {}
@@ -81,7 +81,7 @@ def test_a_stored_run_does_not_run_the_module_that_it_names(
     assert left() == set()
 
 
-def test_a_trusted_run_still_calls_only_what_is_declared_to_make_environments(
+def test_a_trusted_run_calls_only_functions_that_return_environments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = store("subprocess:run", {"args": ["touch", "pwned"]})
@@ -91,14 +91,14 @@ def test_a_trusted_run_still_calls_only_what_is_declared_to_make_environments(
 
 
 @pytest.mark.parametrize("flags", [["--trust"], ["--env", "mine:env"]])
-def test_what_the_user_trusts_or_names_is_played(flags: list[str]) -> None:
+def test_a_module_that_the_user_trusts_or_names_is_imported(flags: list[str]) -> None:
     assert cli.main(["eval", store("mine:env"), "--episodes", "1", *flags]) == 0
     assert left() == {"imported", "called"}
 
 
 def test_another_environment_than_the_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, ["eval", store("CartPole-v1"), "--env", "mine:env"])
-    assert "--env is 'mine:env', but run is of 'CartPole-v1'" in line
+    assert "--env is 'mine:env', but run plays 'CartPole-v1'" in line
     assert left() == set()
 
 
@@ -110,7 +110,7 @@ def test_arguments_that_name_a_module_need_trust_too(
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 2), ("n", 2)])
-def test_at_a_terminal_the_user_is_asked(
+def test_the_user_is_asked_at_a_terminal(
     answer: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -128,14 +128,13 @@ def test_at_a_terminal_the_user_is_asked(
 
 
 @pytest.mark.parametrize("line", ['resume = "elsewhere"', 'run_dir = "elsewhere"'])
-def test_a_file_does_not_say_where_a_run_is_written(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_cannot_set_the_run_directory(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text(f"[run]\n{line}\n")
-    assert "is for the command line" in refused(capsys, ["train", "--config", "run.toml"])
+    name = line.split(" = ", maxsplit=1)[0].replace("_", "-")
+    assert f"--{name}" in refused(capsys, ["train", "--config", "run.toml"])
 
 
-def test_a_file_of_the_working_directory_does_not_replace_an_installed_module(
+def test_the_working_directory_does_not_replace_installed_modules(
     tmp_path: Path,
 ) -> None:
     """`cd` into somebody else's run, `zapex eval .`: its numpy.py is not imported."""
@@ -152,8 +151,8 @@ def test_a_file_of_the_working_directory_does_not_replace_an_installed_module(
 
 
 @pytest.mark.parametrize("depth", [300, 480, 20_000])
-def test_nested_brackets_are_one_line(depth: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of which some can be parsed and are no argument of CartPole."""
+def test_deeply_nested_toml_is_one_line(depth: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some depths parse, and then are not an argument of CartPole."""
     Path("run.toml").write_text("[env]\nenv_kwargs = {a = " + "[" * depth + "]" * depth + "}\n")
     line = refused(capsys, ["config", "CartPole-v1", "--config", "run.toml"])
     assert "run.toml is not TOML" in line or "cannot be made with" in line

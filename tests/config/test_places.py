@@ -1,4 +1,4 @@
-"""The first lines: device and precision of every role."""
+"""The device and precision of each role, as a run prints them."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_every_role_with_a_network_has_a_line() -> None:
     assert describe(Config(), PC, ("actor", "relay"), True) == ["actors: CPU, bfloat16"]
 
 
-def test_one_role_for_all_actors_takes_a_gpu_that_works_unless_it_is_told_otherwise() -> None:
+def test_central_inference_uses_a_gpu_that_works() -> None:
     assert lines(PC, inference="central")[0] == "actors: CPU, bfloat16, one process for all of them"
     there = lines(STATION, inference="central")[0]
     assert there == f"actors: {H100}, bfloat16, one process for all of them"
@@ -38,7 +38,7 @@ def test_one_role_for_all_actors_takes_a_gpu_that_works_unless_it_is_told_otherw
     assert told == "actors: CPU, bfloat16, one process for all of them"
 
 
-def test_float32_on_a_gpu_says_what_is_computed_in_tf32() -> None:
+def test_float32_on_a_gpu_names_what_uses_tf32() -> None:
     assert lines(STATION)[1] == f"learner: {H100}, bfloat16"
     precise = lines(STATION, precision="float32")
     assert precise[1] == f"learner: {H100}, float32 (convolutions in TF32)"
@@ -46,7 +46,7 @@ def test_float32_on_a_gpu_says_what_is_computed_in_tf32() -> None:
     assert lines(old)[1].endswith(", float32")
 
 
-def test_the_learners_precision_does_not_reach_the_actors() -> None:
+def test_actors_have_their_own_precision() -> None:
     old_cpu = replace(STATION, cpu_bfloat16=False)
     found = lines(old_cpu, precision="bfloat16")
     assert found[0] == "actors: CPU, float32"
@@ -65,5 +65,5 @@ def test_the_learners_precision_does_not_reach_the_actors() -> None:
         ("cuda", STATION, "cuda"),
     ],
 )
-def test_the_learner_takes_a_gpu_that_works(asked: str, machine: Machine, device: str) -> None:
+def test_the_learner_uses_a_gpu_that_works(asked: str, machine: Machine, device: str) -> None:
     assert learner_device(Config().replace(device=asked), machine) == device

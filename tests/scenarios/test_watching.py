@@ -123,7 +123,7 @@ def test_training_goes_on_when_the_terminal_closes_and_others_watch_and_end_it(t
     second.wait_for(lambda: b"frames" in second.output, "line")
     watcher.press(b"\x03")
     watcher.wait_for(watcher.ended, "end of the view")
-    assert f"goes on in process {shell.pid}".encode() in watcher.output
+    assert f"continues in process {shell.pid}".encode() in watcher.output
     assert runs.training_process(run) == shell.pid
 
     ended = zapex(tmp_path, "stop", "mine")

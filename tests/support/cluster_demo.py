@@ -62,7 +62,7 @@ class Demo:
             address = f"--{'listen' if command == 'replay' else 'replay'} {cluster.url}"
             _print_of(name, f"$ zapex {' '.join([command, address, *flags])}")
             prefix = hosts.prefix(name) if hosts is not None else ()
-            module = ("zapex.cli.as_child", f"cluster demo: {name}", ".")
+            module = ("zapex", "--child", f"cluster demo: {name}")
             self.parts[name] = cluster.start(
                 command, *flags, name=name, prefix=prefix, module=module
             )

@@ -1,4 +1,4 @@
-"""`zapex.train`: what `zapex train` does, called from a Python program or a notebook."""
+"""`zapex.train`: `zapex train` for Python programs and notebooks."""
 
 import inspect
 import sys
@@ -17,17 +17,17 @@ from zapex.watch.report import Report, Result
 
 _OPTIONS = tuple(flags_of(Options))
 NO_MAIN_GUARD = (
-    "zapex.train was called while zapex imports this module, and would start a run in each process "
-    'of a run: put the call under `if __name__ == "__main__":`'
+    "zapex.train was called while a run imports this module, and would start another run in each "
+    'of its processes: put the call under `if __name__ == "__main__":`'
 )
 
 
 class TrainConfig:
-    """The settings of a run by the names of the flags: `TrainConfig(env="CartPole-v1", lr=1e-3)`.
+    """The settings of a run, named as the flags: `TrainConfig(env="CartPole-v1", lr=1e-3)`.
 
-    What is left out comes from `config` (a file), then from `preset`, as on the command line.
-    Counts may be text ("200k"). `env`, `network`, `loss` and `wrapper` take text as their flags, or
-    a class or function.
+    Other settings come from `config` (a file) or `preset`, as on the command line. Counts may be
+    text ("200k"). `env`, `network`, `loss` and `wrapper` take text, as their flags do, or a class
+    or function.
 
     Raises:
         ConfigError: no setting has this name (with the nearest one), or a value cannot work.
@@ -74,7 +74,7 @@ TrainConfig.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 
 
 def _path(flag: str, value: Any, inline: bool) -> Any:
-    """A class or function as module:name, which every process of a run can import."""
+    """A class or function as module:name, which all processes of a run can import."""
     if not callable(value):
         return value
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -84,9 +84,9 @@ def _path(flag: str, value: Any, inline: bool) -> Any:
     if module == "__main__" and not inline:
         if script is None or Path(script).suffix != ".py":
             raise ConfigError(
-                f"{flag} {name} is defined in a notebook or shell, where the processes of a run "
-                f"cannot import it: write it into a file, as mine.py, and give 'mine:{name}'; or "
-                "give inline=True, for a run in this process"
+                f"{flag} {name} is defined in a notebook or shell, from which a run's processes "
+                f"cannot import it: move it to a file, e.g. mine.py, and give 'mine:{name}'; or "
+                "give inline=True to run in this process"
             )
         module = Path(script).stem
     return f"{module}:{name}"
@@ -97,18 +97,18 @@ def train(
 ) -> Result:
     """Train until a limit is reached, and return how it ended.
 
-    The processes of the run belong to this one, and end with it. Ctrl-C (in a notebook:
-    interrupt) ends the run, which saves; the result says so.
+    The run's processes end with this one. Ctrl-C (in a notebook: interrupt) ends the run, which
+    saves first; the result says so.
 
     Args:
         config: the settings.
-        on_report: called in this thread about once a second. If it returns False the run saves and
-            ends. What it raises ends the run too, and is raised here.
-        more: settings that override those of `config`.
+        on_report: called in this thread about once a second. If it returns False, the run saves
+            and ends. An exception that it raises also ends the run, and is raised here.
+        **more: settings that override those of `config`.
 
     Raises:
         ConfigError, CheckpointError: a setting cannot work, before anything starts.
-        ZapexError: the run has failed; the message says why.
+        ZapexError: the run failed; the message says why.
     """
     if named.import_under_way():
         raise ConfigError(NO_MAIN_GUARD)

@@ -1,4 +1,4 @@
-"""The commands of a run on many hosts: replay, actor, learner, and keygen for their keys."""
+"""`zapex replay`, `actor`, `learner` and `keygen`: a run on many hosts."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -20,10 +20,10 @@ DEFAULT_URL = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 
 @dataclass(frozen=True)
 class _HostOptions(Options):
-    """This host's part."""
+    """Connection."""
 
     keys: str = ""
-    """Directory of `zapex keygen` with this role's key and public.json."""
+    """Directory with this role's key and public.json, made by `zapex keygen`."""
     insecure_network: bool = False
     """Use no keys: every machine on the network can then read and change everything."""
 
@@ -37,46 +37,47 @@ _FSTACK_LIB, _FSTACK_CONF, _FSTACK_EAL = (partial(_variable, n) for n in ("LIB",
 
 @dataclass(frozen=True)
 class _ReplayOptions(_HostOptions):
-    """What the replay's host takes besides the settings."""
+    """Connection."""
 
     listen: str = DEFAULT_URL
-    """Address to serve at: tcp://ADDRESS:PORT, tcp://0.0.0.0:PORT for all of this machine's, or
-    ipc:///PATH. Any but loopback needs --keys. zmtp://ADDRESS:PORT serves the same clients without
-    libzmq; they connect with tcp://. So does fstack://ADDRESS:PORT, on F-Stack (docs/fstack.md)."""
+    """Address to listen at: tcp://ADDRESS:PORT, tcp://0.0.0.0:PORT for all interfaces, or
+    ipc:///PATH. All but loopback need --keys. zmtp://ADDRESS:PORT and, on F-Stack,
+    fstack://ADDRESS:PORT serve the same clients without libzmq; they connect with tcp://."""
     with_learner: bool = False
-    """Train on this host, too: replay and learner share memory, and only actors are elsewhere."""
+    """Also train on this host: replay and learner share memory, and only actors are elsewhere."""
     shards: int = 1
-    """How many replays the run has; each is a `zapex replay` with its own --shard, and the other
-    commands name all of them (docs/many_hosts.md)."""
+    """Number of replays in the run, each a `zapex replay` with its own --shard; the other commands
+    name all of them."""
     shard: int = 0
-    """Which of them this is, from 0; shard 0 gives out actor numbers and keeps the parameters."""
+    """Number of this replay, from 0; shard 0 assigns actor numbers and keeps the parameters."""
     network_memory: int = 1024
-    """MiB for messages in flight; beyond it the peers that hold most are disconnected."""
+    """MiB for messages in flight; beyond this, the peers that hold most are disconnected."""
     fstack_lib: str = field(default_factory=_FSTACK_LIB)
-    """F-Stack's shared library, for fstack://; or the variable ZAPEX_FSTACK_LIB."""
+    """With fstack://: F-Stack's shared library; or set ZAPEX_FSTACK_LIB."""
     fstack_conf: str = field(default_factory=_FSTACK_CONF)
-    """F-Stack's configuration, for fstack://; or ZAPEX_FSTACK_CONF."""
+    """With fstack://: F-Stack's configuration; or set ZAPEX_FSTACK_CONF."""
     fstack_eal: str = field(default_factory=_FSTACK_EAL)
-    """More arguments for its DPDK, --fstack-eal="--no-pci --vdev=..."; or ZAPEX_FSTACK_EAL."""
+    """With fstack://: arguments for DPDK, e.g. --fstack-eal="--no-pci --vdev=..."; or set
+    ZAPEX_FSTACK_EAL."""
 
 
 @dataclass(frozen=True)
 class _JoinOptions(_HostOptions):
-    """What the other hosts take besides the settings."""
+    """Connection."""
 
     replay: str = DEFAULT_URL
-    """Where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH; of a run with shards all of
-    them, shard 0 first, with commas and the same for all commands."""
+    """Address where `zapex replay` listens: tcp://HOST:PORT or ipc:///PATH; with shards, all
+    addresses with commas, shard 0 first, the same for all commands."""
     compress: bool = False
-    """Compress this host's experience, or its batches, with zstd: for a narrow link."""
+    """Compress this host's experience, or its batches, with zstd, for a slow link."""
 
 
 @dataclass(frozen=True)
 class _LearnerOptions(_JoinOptions):
-    """What the learner's host takes besides the settings."""
+    """Connection."""
 
     take_over: bool = False
-    """Replace another run's learner that trains with this replay; that one ends."""
+    """Replace another learner that trains with this replay; that one ends."""
 
 
 _FIRST = ("keys", "insecure_network", "env", "config", "preset", "run_dir")
@@ -90,33 +91,31 @@ _FIRST_OF = {
         "replay", "take_over", "resume", "max_minutes", "max_frames", "stop_at_return", "device",
     ),
 }  # fmt: skip
-"""The flags that the help of each command shows, besides those of all."""
+"""The flags that each command's --help shows, besides _FIRST."""
 WHAT = {
     "replay": (
         "Keep a run's experience and serve it to actors and a learner on other hosts. --actors is "
-        "how many actors all hosts may have together. With --schema FILE: the replay alone, as a "
-        "library for any client, without an environment (zapex replay --schema FILE --help)."
+        "the most actors on all hosts together. With --schema FILE: serve the replay alone to any "
+        "client, without an environment (see `zapex replay --schema FILE --help`)."
     ),
     "actor": (
-        "Run actors on this host for a replay on another host; a host may join and leave at any "
-        "time. --actors is how many processes this host starts."
+        "Run actors on this host for a replay on another host. Hosts may join and leave at any "
+        "time. --actors is the number of processes on this host."
     ),
     "learner": (
-        "Train on samples of a replay on another host, evaluate, and write the run's directory. "
-        "Limits (--max-frames, ...) are counted here and end the whole run; Ctrl-C ends only this "
-        "host, and `zapex learner --resume RUN` continues."
+        "Train on samples of a replay on another host, evaluate, and write the run directory. "
+        "Limits (--max-frames, ...) are counted here and end the whole run. Ctrl-C ends only this "
+        "host; `zapex learner --resume RUN` continues."
     ),
 }
-"""The part of a run on many hosts that each command is -> its help."""
+"""Command -> its help."""
 
 
 def command(name: str, args: list[str], wrap: str = "") -> int:
     """`zapex replay`, `zapex actor`, `zapex learner`. wrap: as in zapex.run.run.Run."""
     part = PARTS[name]
     if part.listens and any(word.partition("=")[0] == "--schema" for word in args):
-        what = (
-            "Serve a replay without an environment: its client is zapex.connect(URL, schema=FILE)."
-        )
+        what = "Serve a replay without an environment; clients use zapex.connect(URL, schema=FILE)."
         from zapex.library.url_service import LibraryConfig, serve_library
 
         default = LibraryConfig(
@@ -154,7 +153,7 @@ def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
 
 
 def _membership(run: Resolved, part: Part) -> "Membership":
-    """How this host takes part, checked."""
+    """How this host takes part in the run, checked. Raises ConfigError."""
     from zapex.net import addresses
     from zapex.net.addresses import check_free
     from zapex.run.networked import security_of
@@ -163,7 +162,7 @@ def _membership(run: Resolved, part: Part) -> "Membership":
 
     more, flag = run.more, f"--{part.address}"
     url = getattr(more, part.address)
-    # A run that is resumed is the one whose learner was there; its directory has a lock.
+    # A resumed run takes its own learner's place; its directory has a lock.
     take_over = getattr(more, "take_over", False) or bool(run.config.run.resume)
     membership = Membership(
         part.name, url, keys=more.keys, insecure_network=more.insecure_network,
@@ -214,17 +213,17 @@ def check_shards(shards: int, shard: int, part: Part) -> None:
         )
     if shards > 1 and part.listens and part.learns:
         raise ConfigError(
-            "--with-learner is for one replay: with --shards the learner is a command of its own, "
-            "`zapex learner`, which may run on this host"
+            "--with-learner is for one replay: with --shards, start `zapex learner` separately, on "
+            "this host or another"
         )
 
 
 def doctor(name: str, args: list[str]) -> int:
-    """Check whether this host can run that part of a run on many hosts."""
+    """`zapex doctor replay|actor|learner`: check one host of several."""
     part = _chosen(PARTS[name], args)
     what = (
-        f"Say whether this machine has what `zapex {name}` would need: memory, limits, the keys "
-        + ("and the address to listen at." if part.listens else "and a replay that answers.")
+        f"Check whether this machine has what `zapex {name}` needs: memory, limits, keys and "
+        + ("an address to listen at." if part.listens else "a replay that answers.")
     )
     run = _resolved(part, args, f"doctor {name}", what)
     from zapex.run import preflight
@@ -248,15 +247,15 @@ def doctor(name: str, args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class _KeygenOptions:
-    """Where the keys are written."""
+    """Options."""
 
     dir: str = ""
-    """A new directory."""
+    """A new directory for the keys."""
 
 
 def keygen(args: list[str]) -> int:
-    """Make new keys for every role of a run."""
-    what = "Make a key for each role of a run, in a new directory that only you can read."
+    """`zapex keygen DIR`: new keys for each role of a run."""
+    what = "Create a key for each role of a run, in a new directory that only you can read."
     options = parse(_KeygenOptions(), args, "keygen", what, "dir")
     from zapex.net import keys as curve_keys
 
@@ -268,5 +267,5 @@ def keygen(args: list[str]) -> int:
         ("learner", "zapex learner"),
         ("client", "zapex.connect (of zapex replay --schema)"),
     ):
-        print(f"{command} needs {role}.key and public.json: copy no more to its host")
+        print(f"{command} needs {role}.key and public.json: copy only these to its host")
     return 0

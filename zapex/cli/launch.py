@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zapex.cli import watching
+from zapex.cli import runs
 from zapex.cli.flags import parse, read_settings
 from zapex.cli.resolve import check_trust
 from zapex.clusters.host import FACTS
@@ -172,8 +172,8 @@ def stop(args: list[str]) -> int:
     """`zapex stop [RUN]`: the learner saves, then every host ends."""
     what = "Stop a run. The learner saves a checkpoint first."
     options = parse(_RunOptions(), args, "stop", what, "[run]")
-    if watching.is_local(options.run):
-        return watching.stop(options.run)
+    if runs.is_local(options.run):
+        return runs.stop(options.run)
     run = _find(options.run)
     print(f"stopping {run.placement.name}; the learner saves first", flush=True)
     run.stop()

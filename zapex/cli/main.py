@@ -1,12 +1,15 @@
-"""The command line: its commands, and how their failures are reported.
+"""The command line: its commands, and how errors are reported.
 
-The only reader of `sys.argv` and `os.environ`. Nothing heavy is imported before it is needed, so
-that `zapex --help` is quick and a mistake is reported before any process starts.
+Nothing heavy is imported before it is needed, so that `zapex --help` is fast and a mistake is
+reported before any process starts.
 """
 
+import argparse
 import contextlib
 import errno
+import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,27 +17,23 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zapex
-from zapex.cli import balance, comparing, completion, hosts, play, saved, seeds, simulate, watching
-from zapex.cli import launch as launches
-from zapex.cli.resolve import MACHINE, Resolved, findings, prepared, resolve
-from zapex.config.settings import Config
+from zapex.cli import balance, hosts, launch, play, runs, saved, simulate, train
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 from zapex.machine.child import LostInCallbacks
 
-if TYPE_CHECKING:
-    from zapex.envs.environments import EnvironmentSpec
-    from zapex.run.collector import Ending
+_SHELLS = ("bash", "zsh", "tcsh")
+_FLAG = re.compile(r"^  (--[a-z][a-z-]*)(?: (\S+))?", re.M)  # in a command's help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, 1 for a failure, 2 for bad input."""
     args = list(sys.argv[1:] if argv is None else argv)
-    # The path of an installed script lacks the working directory, where `module:Id` is found. It is
-    # last: a file there, perhaps of a stored run, must not take the place of an installed module.
+    # An installed script's path lacks the working directory, where `module:Id` is found. It goes
+    # last: a file there, perhaps part of someone's run, must not replace an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -51,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # Python would report it again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if broken:  # the reader of our output has gone
+        if broken:  # nobody reads our output any more
             return 1
         print("zapex: no space is left where the output is written", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        # An installation without its dependencies is enough for the library.
+        # The library works without the other dependencies.
         package = (error.name or "zapex").partition(".")[0]
         if package == "zapex":
             raise
@@ -69,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _every_interrupt() -> Iterator[None]:
-    """Make a Ctrl-C at any moment end the command, by a KeyboardInterrupt.
+    """Make Ctrl-C end the command with a KeyboardInterrupt at any moment.
 
-    One that a callback from C has swallowed comes again a moment later. An extension that is being
-    imported makes another error of it.
+    If a callback from C swallows it, it is raised again a moment later. If an extension that is
+    being imported turns it into another error, it is turned back.
     """
     former_handler = signal.getsignal(signal.SIGINT)
     if former_handler is not signal.default_int_handler:
@@ -107,7 +106,12 @@ def _every_interrupt() -> Iterator[None]:
 def _dispatch(args: list[str]) -> int:
     name = args[0] if args else "--help"
     if name in ("-h", "--help", "help"):
-        print(_overview())
+        commands = "\n".join(f"  {name:<11} {purpose}" for name, (_, purpose) in COMMANDS.items())
+        print(
+            "Ape-X: distributed prioritized experience replay\n\n"
+            f"Usage: zapex COMMAND [OPTIONS]\n\nCommands:\n{commands}\n\n"
+            "Options:\n  --help      Show this help, or a command's\n  --version   Show the version"
+        )
         return 0
     if name == "--version":
         print(f"zapex {zapex.__version__}")
@@ -119,99 +123,8 @@ def _dispatch(args: list[str]) -> int:
     return COMMANDS[name][0](args[1:])
 
 
-def _overview() -> str:
-    commands = "\n".join(f"  zapex {name:<10} {text}" for name, (_, text) in COMMANDS.items())
-    return (
-        f"zapex {zapex.__version__}: distributed prioritized experience replay\n\n{commands}\n"
-        "  zapex --version\n\n`zapex COMMAND --help` shows its flags."
-    )
-
-
-# --- the commands --------------------------------------------------------------------------------
-
-
-def _train(args: list[str]) -> int:
-    what = "Train on one host until stopped, or until a limit is reached."
-    run = resolve(args, "train", what, seeds.TrainOptions)
-    if run.more.seeds:
-        return seeds.in_turn(run, args, _train_again)
-    from zapex.run import train
-
-    return train.train(_told(run), run.spec)
-
-
-def _train_again(args: list[str]) -> "Ending":
-    """One of several runs of this process."""
-    from zapex.run import train
-    from zapex.run.collector import Caller
-
-    caller = Caller(plain=False)
-    run = resolve(args, "train", "", seeds.TrainOptions)
-    return train.ending_of(_told(run), run.spec, caller=caller)
-
-
-def _told(run: Resolved) -> Config:
-    """The settings of a run that can begin, once the user has been told what to expect."""
-    config = prepared(run)
-    from zapex.config.presets import outlook
-    from zapex.watch.terminal import print_table
-
-    preset = str(run.chosen["preset"].value)
-    seen = outlook(preset, run.spec.env_id, config.run.max_minutes, run.spec.atari)
-    print_table(f"{_until(config, run.spec)}\n{seen}")
-    return config
-
-
-def _until(config: Config, spec: "EnvironmentSpec") -> str:
-    """When the run ends by itself, and returns to compare with."""
-    limits = config.run
-    ends = []
-    if limits.max_minutes:
-        ends.append(f"{limits.max_minutes:g} minutes are over")
-    if limits.max_frames:
-        ends.append(f"{limits.max_frames:,} frames are played")
-    if limits.stop_at_return is not None:
-        ends.append(f"an evaluation's mean return reaches {limits.stop_at_return:g}")
-    text = f"Runs until {' or '.join(ends or ['stopped'])}; Ctrl-C ends it and saves."
-    if spec.references:
-        known = ", ".join(f"{name} {value:g}" for name, value in spec.references.items())
-        text += f" Returns to compare with: {known}."
-    return text
-
-
-def _doctor(args: list[str]) -> int:
-    if args and args[0] in hosts.WHAT:
-        return hosts.doctor(args[0], args[1:])
-    what = (
-        "Say whether this machine has what `zapex train` would need. `zapex doctor replay`, "
-        "`zapex doctor actor` and `zapex doctor learner` do it for one host of several."
-    )
-    run = resolve(args, "doctor", what, first=MACHINE)
-    from zapex.run import preflight
-
-    return preflight.doctor(findings(run))
-
-
-def _config(args: list[str]) -> int:
-    what = "Print the settings that `zapex train` would run with, as TOML."
-    run = resolve(args, "config", what)
-    from zapex.config.layers import explain
-
-    print(*(f"#{line}" for line in explain(run.chosen).splitlines()), sep="\n")
-    print(run.config.to_toml(), end="")
-    return 0
-
-
-def _demo(args: list[str]) -> int:
-    if {"-h", "--help", "help"} & set(args):
-        print("zapex demo: train CartPole to 475 of 500, then draw its learning curve")
-        return 0
-    return _train(["CartPole-v1", "--stop-at-return", "475", "--max-minutes", "5", *args])
-
-
-def _bench(args: list[str]) -> int:
-    """Benchmarks compare with other libraries and write results of this machine: they are part of
-    the source tree, not of the wheel."""
+def bench(args: list[str]) -> int:
+    """`zapex bench [NAME]`: benchmarks, which are part of the source tree and not of the wheel."""
     tree = Path(zapex.__file__).parent.parent
     scripts = {p.stem.removeprefix("bench_"): p for p in tree.glob("benchmarks/*/bench_*.py")}
     names = sorted(scripts)
@@ -234,33 +147,83 @@ def _bench(args: list[str]) -> int:
     return int(module.main())
 
 
-_host = hosts.command
+def completion(args: list[str]) -> int:
+    """`zapex completion SHELL`."""
+    wanted = args[0] if len(args) == 1 else "none" if not args else " ".join(args)
+    if wanted in ("-h", "--help", "help"):
+        print(
+            "Print a shell completion script.\n\n"
+            f"Usage: zapex completion {'|'.join(_SHELLS)}\n\n"
+            'For this shell: eval "$(zapex completion bash)"; for all, add this to ~/.bashrc'
+        )
+        return 0
+    if wanted not in _SHELLS:
+        raise ConfigError(
+            f"`zapex completion` takes the name of a shell, {', '.join(_SHELLS)}; got {wanted}"
+            f"{did_you_mean(wanted, _SHELLS)}"
+        )
+    import shtab
+
+    print(shtab.complete(_parser(), wanted))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The commands as an argparse parser, with the flags that their help shows."""
+    import shtab
+
+    top = argparse.ArgumentParser("zapex")
+    top.add_argument("--version", action="store_true")
+    below = top.add_subparsers()
+    for name, (function, purpose) in COMMANDS.items():
+        # shtab writes text in backquotes into the shell's script.
+        one = below.add_parser(name, help=purpose.replace("`", ""))
+        for flag, value in dict(_FLAG.findall(_help(function))).items():
+            if value:
+                choices = value.split("|") if "|" in value else None
+                option = one.add_argument(flag, choices=choices)
+                if choices is None:
+                    option.complete = shtab.FILE  # type: ignore[attr-defined]
+            else:
+                one.add_argument(flag, action="store_true")
+        word = one.add_argument("word", nargs="*")
+        word.complete = shtab.FILE  # type: ignore[attr-defined]
+    return top
+
+
+def _help(function: Callable[[list[str]], int]) -> str:
+    """What a command prints with --help-all."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        try:
+            function(["--help-all"])
+        except ConfigError:  # it has no flags of its own, as `zapex completion`
+            function(["--help"])
+    return said.getvalue()
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "train": (_train, "train on this host"),
-    "runs": (watching.runs, "list the runs of a directory with their numbers: zapex runs [DIR]"),
-    "watch": (watching.watch, "the view of a run, from another terminal: zapex watch [RUN]"),
-    "eval": (play.command, "evaluate a run's saved network: zapex eval RUN"),
-    "export": (saved.command, "a run's network as ONNX: zapex export RUN --onnx FILE"),
-    "plot": (comparing.plot, "scores and curves of runs over their seeds: zapex plot RUN ..."),
-    "compare": (comparing.compare, "what the settings of runs differ in: zapex compare RUN RUN"),
-    "replay": (partial(_host, "replay"), "one run on many hosts: keep and serve the experience"),
-    "actor": (partial(_host, "actor"), "one run on many hosts: run actors on this host"),
-    "learner": (partial(_host, "learner"), "one run on many hosts: train, evaluate, end the run"),
-    "keygen": (hosts.keygen, "make the keys of a run on many hosts: zapex keygen DIR"),
-    "balance": (balance.command, "measure actors and learner here: how many actors to use"),
-    "simulate": (simulate.command, "model a run on many hosts: how fast, and what to buy"),
-    "launch": (launches.launch, "one run on many hosts: have SLURM, Kubernetes or Ray place them"),
-    "status": (launches.status, "what the hosts of a launched run do: zapex status [RUN]"),
-    "logs": (launches.logs, "what they said: zapex logs ROLE [RUN]"),
-    "stop": (launches.stop, "end a run, and save it: zapex stop [RUN]"),
-    "doctor": (_doctor, "check whether this machine has what a run needs"),
-    "demo": (_demo, "train CartPole, which takes about a minute"),
-    "config": (_config, "print the settings of a run as TOML, for --config"),
-    "bench": (_bench, "measure this machine (source tree only)"),
-    "completion": (
-        lambda args: completion.command(args, COMMANDS),
-        "what makes a shell complete these words: zapex completion bash",
-    ),
+    "train": (train.train, "Train on this host"),
+    "runs": (runs.runs, "List runs"),
+    "watch": (runs.watch, "Watch a run from another terminal"),
+    "eval": (play.command, "Evaluate a run's saved network"),
+    "export": (saved.command, "Export a run's network as ONNX"),
+    "plot": (runs.plot, "Compare scores and curves of runs over their seeds"),
+    "compare": (runs.compare, "Show the settings in which runs differ"),
+    "replay": (partial(hosts.command, "replay"), "Many hosts: keep and serve the experience"),
+    "actor": (partial(hosts.command, "actor"), "Many hosts: run actors on this host"),
+    "learner": (partial(hosts.command, "learner"), "Many hosts: train, evaluate and end the run"),
+    "keygen": (hosts.keygen, "Many hosts: create the keys of a run"),
+    "launch": (launch.launch, "Many hosts: launch a run on SLURM, Kubernetes or Ray"),
+    "status": (launch.status, "Show the hosts of a launched run"),
+    "logs": (launch.logs, "Show the logs of a launched run"),
+    "stop": (launch.stop, "Stop a run; the learner saves first"),
+    "balance": (balance.command, "Measure how many actors this machine's learner needs"),
+    "simulate": (simulate.command, "Model a run on many hosts"),
+    "doctor": (train.doctor, "Check whether this machine has what a run needs"),
+    "demo": (train.demo, "Train CartPole, which takes about a minute"),
+    "config": (train.config, "Print the settings of a run as TOML"),
+    "bench": (bench, "Run a benchmark (source tree only)"),
+    "completion": (completion, "Print a shell completion script"),
 }
 """Command -> (its function, its purpose)."""
 

@@ -25,32 +25,33 @@ _PROGRESS_S = 10.0
 
 @dataclass(frozen=True)
 class _EvalOptions:
-    """What to evaluate, and what to write."""
+    """Options."""
 
     run: str = ""
     """Directory of the run."""
     episodes: int = 10
-    """Games to play."""
+    """Episodes to play."""
     checkpoint: str = "best"
-    """The checkpoint: best, latest, the name of one of the run's, or a file."""
+    """Checkpoint to evaluate: best, latest, the name of one of the run's, or a file."""
     video: str = ""
-    """Film the games in this mp4; they are then played one after the other."""
+    """Record the episodes to this .mp4, one after the other."""
     terminal: bool = False
-    """Draw the games on this terminal as they are played, with the Q value of each action."""
+    """Draw the episodes on the terminal as they are played, with the Q value of each action."""
     render: bool = False
-    """Show the games in a window as they are played; it needs a display."""
+    """Show the episodes in a window as they are played; needs a display."""
     json: str = ""
     """Write the returns to this file."""
     seed: int = 1
-    """Of the games."""
+    """Random seed."""
     epsilon: float | None = None
-    """Share of random actions; not given: the run's own."""
+    """Share of random actions; default: the run's --eval-epsilon."""
     device: str = "auto"
-    """Where the network computes: auto, cpu or cuda."""
+    """Device of the network: auto, cpu or cuda."""
     env: str = ""
-    """The run's environment, if it is module:Id or module:callable and you do not say --trust."""
+    """The run's environment, to confirm a module:Id or module:callable instead of giving
+    --trust."""
     trust: bool = False
-    """Run the module that the run names as its environment."""
+    """Allow the modules that the run names."""
 
     def __post_init__(self) -> None:
         if self.episodes < 1:
@@ -62,7 +63,7 @@ class _EvalOptions:
         if self.video and not self.video.endswith(".mp4"):
             raise ConfigError(f"--video must end in .mp4, got {self.video}")
         if self.terminal and self.render:
-            raise ConfigError("--terminal and --render show the same games: give one of them")
+            raise ConfigError("--terminal and --render show the same episodes: give one of them")
         for flag, file in (("--json", self.json), ("--video", self.video)):
             if not Path(file).parent.is_dir():
                 raise ConfigError(f"{flag} {file} is in a directory that does not exist")
@@ -70,7 +71,7 @@ class _EvalOptions:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a run has stored of what it plays, once the user trusts it."""
+    """A saved run's settings and environment, once the user trusts it."""
 
     run_dir: Path
     config: Config
@@ -78,12 +79,12 @@ class _Stored:
 
     @classmethod
     def of(cls, run_dir: Path, env: str, trust: bool, device: str) -> Self:
-        """Raises ConfigError: another environment, or a module that the user does not trust."""
+        """The run of a directory. Raises ConfigError if the user does not trust its modules."""
         path = str(run_dir / "config.toml")
         settings = read_settings(path) | {"device": device}
         config = Config().replace(**settings)
         if env not in ("", config.env.env):
-            raise ConfigError(f"--env is {env!r}, but {run_dir} is of {config.env.env!r}")
+            raise ConfigError(f"--env is {env!r}, but {run_dir} plays {config.env.env!r}")
         check_trust(path, settings, {"env": env} if env else {}, trust)
         from zapex.envs import environments
 
@@ -93,13 +94,13 @@ class _Stored:
 
     @property
     def aspect(self) -> float:
-        """Width by height of the screen: an Atari's pixels are not square."""
+        """Width by height of the screen (Atari pixels are not square); 0: as the pixels are."""
         return 4 / 3 if self.spec.atari else 0.0
 
 
 def command(args: list[str]) -> int:
-    """Play, show or film the games, and print how they ended."""
-    what = "Play whole games with a run's saved network, and print the mean return."
+    """`zapex eval RUN`: play, show or record episodes, and print the mean return."""
+    what = "Evaluate a run's saved network: play whole episodes and print the mean return."
     options = parse(_EvalOptions(), args, "eval", what, "run")
     run = _Stored.of(run_directory(options.run), options.env, options.trust, options.device)
     config, spec = run.config, run.spec
@@ -127,7 +128,7 @@ def command(args: list[str]) -> int:
             progress=_progress(options.episodes) if spectator is None else None,
         )
     if not result.returns:
-        print("the window was closed before a game was over")
+        print("the window was closed before an episode ended")
         return 0
     if options.json:
         facts = {"env": spec.env_id, "checkpoint": str(saved), "seed": options.seed}
@@ -140,14 +141,14 @@ def command(args: list[str]) -> int:
 
 
 def _draw_without_a_window() -> None:
-    """pygame draws some screens; it needs no window, sound or greeting."""
+    """Let pygame, which draws some screens, do so without a window or sound."""
     for name in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
         os.environ.setdefault(name, "dummy")
 
 
 @contextmanager
 def _spectator(options: _EvalOptions, run: _Stored) -> "Iterator[Spectator | None]":
-    """Who sees the games, if anybody does."""
+    """What shows the episodes, if anything."""
     from zapex.watch.game import TerminalGame, Window
 
     title = run.spec.env_id
@@ -162,23 +163,24 @@ def _spectator(options: _EvalOptions, run: _Stored) -> "Iterator[Spectator | Non
 
 
 def _progress(episodes: int) -> Callable[[int], None]:
-    """Every ten seconds a line on stderr: how many games have ended."""
+    """Prints to stderr, every ten seconds, how many episodes have ended."""
     due_s = time.monotonic() + _PROGRESS_S
 
-    def tell(ended: int) -> None:
+    def report(ended: int) -> None:
         nonlocal due_s
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + _PROGRESS_S
-            print(f"{ended} of {episodes} games played", file=sys.stderr, flush=True)
+            print(f"{ended} of {episodes} episodes played", file=sys.stderr, flush=True)
 
-    return tell
+    return report
 
 
 def play_newest(run_dir: Path, env: str, trust: bool) -> None:
-    """Draw game after game on the terminal, each with the newest network that the run has saved.
+    """Draw episodes on the terminal until Ctrl-C, each with the run's newest saved network.
 
-    Until Ctrl-C. Raises ConfigError where there is no terminal, CheckpointError where nothing is
-    saved yet.
+    Raises:
+        ConfigError: there is no terminal.
+        CheckpointError: the run has saved nothing yet.
     """
     run = _Stored.of(run_dir, env, trust, "cpu")
     from zapex.checkpoints import policy as saved_policy
@@ -187,7 +189,7 @@ def play_newest(run_dir: Path, env: str, trust: bool) -> None:
 
     _draw_without_a_window()
     evaluation = run.config.evaluator
-    hint = "Ctrl-C ends this view; the run goes on"
+    hint = "Ctrl-C ends this view; the run continues"
     with TerminalGame(run.spec.env_id, run.aspect, hint=hint) as game:
         for seed in itertools.count(1):
             saved = _newest(run_dir)
@@ -205,13 +207,13 @@ def play_newest(run_dir: Path, env: str, trust: bool) -> None:
 
 
 def _newest(run_dir: Path) -> Path:
-    """The checkpoint that was written last: a run saves its best network between the others."""
+    """The checkpoint that was written last, which may be the best network's."""
     from zapex.checkpoints import file as checkpoint
 
     found = [path for path in (checkpoint.latest(run_dir), checkpoint.best(run_dir)) if path]
     if not found:
         raise CheckpointError(
-            f"{run_dir} has saved no network yet: it does after its first evaluation "
+            f"{run_dir} has not saved a network yet: it does so after its first evaluation "
             "(--eval-period-s), every --checkpoint-minutes, and at its end"
         )
     return max(found, key=lambda path: path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""`zapex.load_policy` and `zapex export`: a run's network for other programs."""
+"""`zapex.load_policy` and `zapex export`: a run's trained network for other programs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class SavedPolicy:
-    """What a run has learned: `policy(obs)` is the best action, `policy.q_values(obs)` all values.
+    """A trained policy: `policy(obs)` is the best action, `policy.q_values(obs)` has all values.
 
-    Observations are the environment's own, one or a batch. `environment` names what was played,
-    `checkpoint` is the file.
+    Observations are the environment's own, one or a batch. `environment` is the environment's id,
+    `checkpoint` the file.
     """
 
     def __init__(self, network: "Network", spec: "EnvironmentSpec", checkpoint: Path) -> None:
@@ -33,11 +33,11 @@ class SavedPolicy:
         """The action with the largest Q value.
 
         Args:
-            obs: one observation (of the environment's shape), or a batch (one more axis in front; a
-                dict of such arrays for a Dict).
+            obs: one observation (of the environment's shape), or a batch (one more axis in front);
+                for a Dict space, a dict of such arrays.
 
         Returns:
-            An int for one, int64 [B] for a batch; in the environment's numbers.
+            An int for one observation, int64 [B] for a batch, numbered as in the environment.
 
         Raises:
             ConfigError: the observation has another shape.
@@ -47,7 +47,7 @@ class SavedPolicy:
         return int(actions) if q.ndim == 1 else actions.astype("int64")
 
     def q_values(self, obs: Any) -> "NDArray[np.float32]":
-        """Q values, float32 [actions] of one observation or [B, actions] of a batch."""
+        """Q values, float32 [actions] for one observation or [B, actions] for a batch."""
         from zapex.envs.observations import batch_of
 
         batch, single = batch_of(self._spec, obs)
@@ -58,17 +58,17 @@ class SavedPolicy:
 def load_policy(
     run: str | Path, which: str = "best", *, trust: bool = False, device: str = "cpu"
 ) -> SavedPolicy:
-    """The policy of a run, for any other program; it needs neither environment nor replay.
+    """The policy of a run; needs neither environment nor replay.
 
     Args:
-        run: directory of the run, or one file of its checkpoints.
-        which: "best" (before any evaluation: the latest), "latest", or a checkpoint's name.
-        trust: whether code may be run that only the run names, as a network of your own.
+        run: directory of the run, or one of its checkpoint files.
+        which: "best" (before the first evaluation: the latest), "latest", or a checkpoint's name.
+        trust: whether modules that the run names, e.g. of a custom network, may be imported.
         device: "cpu", "cuda" or "auto".
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged.
-        ConfigError: it names code and `trust` is False, or that code cannot be imported.
+        ConfigError: the run names a module and `trust` is False, or it cannot be imported.
     """
     found = _found(Path(run), which)
     network, spec = _network(found, Path(run), trust, device, "auto")
@@ -101,7 +101,7 @@ def _network(
 
 
 def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfig]":
-    """The same from the run's settings: its checkpoints are of a version that did not say it."""
+    """The same from the run's settings, for checkpoints of a version that did not store it."""
     from zapex.envs import environments
 
     path = str(run_directory(str(run)) / "config.toml")
@@ -114,16 +114,16 @@ def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfi
 
 @dataclass(frozen=True)
 class _ExportOptions:
-    """What to write, and as what."""
+    """Options."""
 
     run: str = ""
     """Directory of the run."""
     onnx: str = ""
-    """The ONNX file to write; needs pip install "zapex[onnx]"."""
+    """ONNX file to write; needs pip install "zapex[onnx]"."""
     checkpoint: str = "best"
-    """The checkpoint: best, latest, the name of one of the run's, or a file."""
+    """Checkpoint to export: best, latest, the name of one of the run's, or a file."""
     trust: bool = False
-    """Run the module that the run names as its network."""
+    """Allow the modules that the run names."""
 
     def __post_init__(self) -> None:
         if not self.onnx.endswith(".onnx"):
@@ -133,8 +133,8 @@ class _ExportOptions:
 
 
 def command(args: list[str]) -> int:
-    """`zapex export RUN --onnx FILE`: the network's float32 form, checked with onnxruntime."""
-    what = "Write a run's saved network as ONNX: input obs (B, ...), output q_values (B, actions)."
+    """`zapex export RUN --onnx FILE`: the float32 network, checked with onnxruntime."""
+    what = "Export a run's network as ONNX: input obs (B, ...), output q_values (B, actions)."
     options = parse(_ExportOptions(onnx=".onnx"), args, "export", what, "run")
     if options.onnx == ".onnx":
         raise ConfigError("`zapex export` needs a file: zapex export RUN --onnx policy.onnx")

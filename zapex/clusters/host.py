@@ -131,7 +131,7 @@ class PlacedHost:
         run_dir = Path(self.facts.get("runs") or self.home) / f"{self.role}-{self.index}"
         filled = {"url": url, "home": self.home, "run": run_dir, "index": self.index}
         words = [word.format(**filled) for word in self.facts["commands"][self.role]]
-        argv = [sys.executable, "-P", "-m", "zapex.cli.as_child", self._child, ".", *words]
+        argv = [sys.executable, "-P", "-m", "zapex", "--child", self._child, *words]
         cores = self.facts.get("cores", {}).get(self.role)
         env = {CORES_VARIABLE: str(cores)} if cores else {}
         supervisor.start(

@@ -1,0 +1,146 @@
+"""`zapex train`, with one seed or several, and `demo`, `config` and `doctor`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zapex.cli import hosts
+from zapex.cli.resolve import AUTO, MACHINE, Options, Resolved, findings, prepared, resolve
+from zapex.config.settings import Config
+from zapex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zapex.envs.environments import EnvironmentSpec
+    from zapex.run.collector import Ending
+
+
+@dataclass(frozen=True)
+class TrainOptions(Options):
+    """Options."""
+
+    seeds: str = ""
+    """Train once with each of these seeds, one after the other, e.g. 1,2,3."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.each)) < len(self.each):
+            raise ConfigError(f"--seeds must name each seed once, got {self.seeds}")
+
+    @property
+    def each(self) -> list[int]:
+        """The seeds in their order; none: --seed alone."""
+        words = [word.strip() for word in self.seeds.split(",")] if self.seeds else []
+        if not all(word.isdecimal() for word in words):
+            raise ConfigError(f"--seeds must be numbers with commas, as 1,2,3; got {self.seeds!r}")
+        return [int(word) for word in words]
+
+
+def train(args: list[str]) -> int:
+    """`zapex train [ENV]`."""
+    what = "Train on this host until stopped, or until a limit is reached."
+    run = resolve(args, "train", what, TrainOptions)
+    if run.more.seeds:
+        return _train_each_seed(run, args)
+    from zapex.run.train import train as start
+
+    return start(_prepared(run), run.spec)
+
+
+def _train_each_seed(run: Resolved, args: list[str]) -> int:
+    """Train with one seed after the other, and list the runs. Ctrl-C ends them all.
+
+    With --run-dir DIR the runs are DIR/seed-1, DIR/seed-2, ... Returns the exit code.
+    """
+    settings, seeds = run.config.run, run.more.each
+    if settings.resume not in ("", AUTO):
+        raise ConfigError(f"--seeds starts runs: give --resume {AUTO}, or leave --resume out")
+    failed, trained = False, list[Path]()
+    for i, seed in enumerate(seeds):
+        print(f"seed {seed}, run {i + 1} of {len(seeds)}", flush=True)
+        words = [*args, "--seeds=", "--seed", str(seed)]
+        if settings.run_dir:
+            words += ["--run-dir", str(Path(settings.run_dir) / f"seed-{seed}")]
+        ending = _train_once(words)
+        failed |= ending.failed
+        if ending.last is not None and ending.last.facts.run_dir is not None:
+            trained.append(ending.last.facts.run_dir)
+        if ending.reason.startswith("stopped by"):
+            break
+    from zapex.watch import runs
+
+    print(*runs.table([runs.look(path) for path in trained], 80), sep="\n")
+    print(f"compare them: zapex plot {' '.join(map(str, trained))} --out seeds.png")
+    return int(failed)
+
+
+def _train_once(args: list[str]) -> "Ending":
+    """One of several runs of this process."""
+    from zapex.run.collector import Caller
+    from zapex.run.train import ending_of
+
+    caller = Caller(plain=False)
+    run = resolve(args, "train", "", TrainOptions)
+    return ending_of(_prepared(run), run.spec, caller=caller)
+
+
+def _prepared(run: Resolved) -> Config:
+    """The settings of a run that can start; prints what to expect of it."""
+    config = prepared(run)
+    from zapex.config.presets import outlook
+    from zapex.watch.terminal import print_table
+
+    preset = str(run.chosen["preset"].value)
+    expected = outlook(preset, run.spec.env_id, config.run.max_minutes, run.spec.atari)
+    print_table(f"{_until(config, run.spec)}\n{expected}")
+    return config
+
+
+def _until(config: Config, spec: "EnvironmentSpec") -> str:
+    """When the run ends by itself, and returns to compare with."""
+    limits = config.run
+    ends = []
+    if limits.max_minutes:
+        ends.append(f"{limits.max_minutes:g} minutes are over")
+    if limits.max_frames:
+        ends.append(f"{limits.max_frames:,} frames are played")
+    if limits.stop_at_return is not None:
+        ends.append(f"an evaluation's mean return reaches {limits.stop_at_return:g}")
+    text = f"Runs until {' or '.join(ends or ['stopped'])}; Ctrl-C ends it and saves."
+    if spec.references:
+        known = ", ".join(f"{name} {value:g}" for name, value in spec.references.items())
+        text += f" Returns to compare with: {known}."
+    return text
+
+
+def demo(args: list[str]) -> int:
+    """`zapex demo`: CartPole in about a minute."""
+    if {"-h", "--help", "help"} & set(args):
+        print("Train CartPole to a mean return of 475 of 500, and draw its learning curve.")
+        print("\nUsage: zapex demo [OPTIONS]\n\nTakes the options of `zapex train`.")
+        return 0
+    return train(["CartPole-v1", "--stop-at-return", "475", "--max-minutes", "5", *args])
+
+
+def config(args: list[str]) -> int:
+    """`zapex config [ENV]`: the settings as TOML, with the reason for each in a comment."""
+    what = "Print the settings that `zapex train` would use, as TOML for --config."
+    run = resolve(args, "config", what)
+    from zapex.config.layers import explain
+
+    print(*(f"#{line}" for line in explain(run.chosen).splitlines()), sep="\n")
+    print(run.config.to_toml(), end="")
+    return 0
+
+
+def doctor(args: list[str]) -> int:
+    """`zapex doctor [ENV]`, or `zapex doctor replay|actor|learner`."""
+    if args and args[0] in hosts.WHAT:
+        return hosts.doctor(args[0], args[1:])
+    what = (
+        "Check whether this machine has what `zapex train` needs. `zapex doctor replay`, `zapex "
+        "doctor actor` and `zapex doctor learner` check one host of several."
+    )
+    run = resolve(args, "doctor", what, first=MACHINE)
+    from zapex.run import preflight
+
+    return preflight.doctor(findings(run))
