@@ -38,11 +38,11 @@ from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.shard_samples import ShardedSampleSource
-from zapex.run.shard_chunks import ShardedChunkSender
 from zapex.shm_transport import HostMemory
 from zapex.wire.header import Kind
 from zapex.zmq_transport import (
     ChunkSender,
+    ShardedChunkSender,
     ZmqParameterSink,
     ZmqParameterSource,
 )
@@ -121,7 +121,13 @@ class NetworkClient:
             if len(self._learners) == 1:
                 self.samples = ZmqSampleSource(self.learner, BETA)
             else:
-                self.samples = ShardedSampleSource(self._learners, BETA, "stratified", 1, print)
+                self.samples = ShardedSampleSource(
+                    [ZmqSampleSource(link, BETA) for link in self._learners],
+                    BETA,
+                    "stratified",
+                    1,
+                    print,
+                )
             self._sink = ZmqParameterSink(self.learner)
             for one in self._learners:
                 self._weigh(one, Kind.BATCH)

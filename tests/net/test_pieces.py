@@ -21,7 +21,7 @@ from zapex.net.sessions import Session
 from zapex.replay.draw import Draw
 from zapex.wire import control as m
 from zapex.wire.batches import BatchPacker, BatchUnpacker, packed_bytes
-from zapex.wire.control import BULK, SMALL
+from zapex.wire.control import SMALL
 from zapex.wire.header import Form, Kind
 
 ROWS, BETA = 10, 0.4
@@ -97,19 +97,11 @@ class Link:
     def do_work(self) -> None:
         while self.come:
             parts = self.come.popleft()
-            if Kind.BATCH in self.aside:
-                self.aside[Kind.BATCH](parts)
-            else:
-                self.accept(BULK, lambda parts=parts: m.decode(parts, self.form))
+            self.aside[Kind.BATCH](parts)
 
-    def accept(self, channel: int, decoded: Any) -> None:
-        try:
-            message = decoded()
-        except BadMessage:
-            for call in self.on_bad:
-                call()
-            return
-        self.handlers[message.kind](message)
+    def reject(self, error: BadMessage) -> None:
+        for call in self.on_bad:
+            call()
 
     def send(self, channel: int, message: Any) -> bool:
         self._replay.requests[message.sequence] = message

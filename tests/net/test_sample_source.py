@@ -159,6 +159,6 @@ def test_an_answer_that_came_twice_is_not_given_though_it_was_unpacked(learning:
     learning.wait_for(3)
     learning.check(learning.poll(), learning.draws[2])  # and a thread is given the next: the double
     learning.check(learning.poll(), learning.draws[4])
-    assert learning.unpacked[-2] == "batches"
+    assert learning.unpacked[-1] == "batches"
     assert learning.source.counts["doubled"] == 1
     assert not np.array_equal(learning.draws[3].keys, learning.draws[4].keys)

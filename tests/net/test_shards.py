@@ -25,9 +25,10 @@ from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.layout import COMMITTED, STATE, BatchLayout
 from zapex.host.metrics import RoleMetrics
 from zapex.host.routes import Routes
+from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.shard_samples import LATE_S, ShardedSampleSource
 from zapex.run.networked import count_shares
-from zapex.run.shard_chunks import GONE_S, ShardedChunkSender, preferences
+from zapex.zmq_transport import GONE_S, ShardedChunkSender, preferences
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
@@ -249,7 +250,12 @@ class Learning:
             for url in urls or world.shards.urls
         ]
         self.source = ShardedSampleSource(
-            links, BETA, "stratified", 3, self.said.append, world.clock
+            [ZmqSampleSource(link, BETA) for link in links],
+            BETA,
+            "stratified",
+            3,
+            self.said.append,
+            world.clock,
         )
         self.batches = [Batch.empty(BatchLayout(SCHEMA, BATCH, False)) for _ in range(2)]
 
@@ -408,6 +414,6 @@ def test_a_shard_with_an_empty_memory_has_no_share_until_it_has_something(world:
         lambda: learning.source.ready() or learning.source.shares.away == [1],
         world.turn, "its new memory",
     )  # fmt: skip
-    assert "was started anew" in learning.said[0]
+    assert "restarted" in learning.said[0]
     learning.source.request()
     assert set(by_shard(learning.poll().keys)) == {0}

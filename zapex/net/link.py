@@ -56,7 +56,7 @@ class ZmqLink:
         self.welcome: Welcome | None = None
         self.over = ""
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
-        self.aside: dict[int, Callable[[list[Any]], None]] = {}  # not decoded here: see `accept`
+        self.aside: dict[int, Callable[[list[Any]], None]] = {}  # these kinds are not decoded here
         self.on_welcome: list[Callable[[Welcome, int], None]] = []
         self.on_bad: list[Callable[[], None]] = []  # an unknown answer was lost
         self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent", "renewed"), 0)
@@ -176,28 +176,27 @@ class ZmqLink:
         if aside is not None:
             aside(buffers)
             return
-        message = self.accept(channel, lambda: messages.decode(buffers, self.form))
-        if isinstance(message, Welcome) and not message.fresh:
-            self._dealers.settled(buffers)
-
-    def accept(self, channel: int, decoded: Callable[[], Any]) -> Any | None:
-        """Handle the message that `decoded` returns and return it; None if it raises BadMessage."""
         try:
-            message = decoded()
-        except OtherVersion as error:
-            raise Refused(f"the replay at {self.url}: {error}") from None
-        except BadMessage:
-            self.counts["bad"] += 1
-            for call in self.on_bad:
-                call()
-            return None
+            message = messages.decode(buffers, self.form)
+        except BadMessage as error:
+            self.reject(error)
+            return
         if isinstance(message, Error):
             self._fault(channel, message)
         elif isinstance(message, Welcome):
             self._welcome(channel, message)
+            if not message.fresh:
+                self._dealers.settled(buffers)
         elif message.kind in self.handlers:
             self.handlers[message.kind](message)
-        return message
+
+    def reject(self, error: BadMessage) -> None:
+        """A message could not be decoded. Raises Refused if the replay has another version."""
+        if isinstance(error, OtherVersion):
+            raise Refused(f"the replay at {self.url}: {error}")
+        self.counts["bad"] += 1
+        for call in self.on_bad:
+            call()
 
     def _welcome(self, channel: int, welcome: Welcome) -> None:
         form = self.form

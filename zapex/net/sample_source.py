@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
-from zapex.errors import BadMessage, OtherVersion
+from zapex.errors import BadMessage
 from zapex.net.link import ZmqLink
 from zapex.replay.draw import Draw
 from zapex.transport import Sampled
 from zapex.wire import control as messages
 from zapex.wire.batches import BatchUnpacker, check_batch_size, packed_bytes
-from zapex.wire.control import BULK, MOST_PIECES, SMALL, Sample, Update, UpdateAck, Welcome
+from zapex.wire.control import MOST_PIECES, SMALL, Sample, Update, UpdateAck, Welcome
 from zapex.wire.experience import BatchMessage
 from zapex.wire.header import Form, Kind
 
@@ -33,7 +33,7 @@ _UPDATES = 16  # updates that may be in flight
 _DEADLINE_S = 60.0  # for the separate thread, whose work takes milliseconds
 _PIECE_BYTES = 6 << 20  # of the most that a batch can take
 
-_Checked = BatchMessage | BadMessage | OtherVersion
+_Decoded = BatchMessage | BadMessage
 """A message, or what is wrong with it."""
 
 
@@ -44,7 +44,7 @@ def _piece_rows(form: Form) -> int:
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Request:
     """A request. come: pieces of its answer, in order. draws: of those unpacked into `batch`."""
 
     rows: int
@@ -66,14 +66,14 @@ class _Asked:
         """Whether `poll` can do something."""
         return self.is_whole or len(self.draws) < len(self.come)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Expect the first piece."""
         self.come, self.draws = [], []
 
     def take(self, piece: BatchMessage) -> bool:
         """Whether it is the next piece, or the first one of another answer to this request."""
         if piece.first == 0 and not self.is_whole:
-            self.begin_again()
+            self.restart()
         rest = self.rows - self._rows_come
         fits = piece.first == self._rows_come and piece.rows <= rest
         fits = fits and piece.rows in (rest, self.piece_rows)
@@ -92,10 +92,18 @@ class _Asked:
 class ZmqSampleSource:
     """A learner's batches, packed by the replay; several requests in flight.
 
-    piece_rows: rows of one piece of a batch; 0: it comes in one; None: as its size needs.
+    If `poll` gets the memory of the `following` batch, a thread decodes the next answer and unpacks
+    it there while the learner trains. Until `_finish_job` has waited for it, the thread alone
+    touches that request and the messages that have come.
 
-    If `poll` is told the memory of the `following` batch, a thread checks the next batch and
-    unpacks it there while the learner trains.
+    Args:
+        link: a learner's.
+        beta: of the weights.
+        piece_rows: rows of one piece of a batch; 0: it comes in one; None: as its size needs.
+
+    Attributes:
+        memory: the number of the replay's memory, from its last welcome; 0: none yet.
+        counts: answers that came twice, and updates of rows that were gone.
     """
 
     def __init__(self, link: ZmqLink, beta: float, *, piece_rows: int | None = None) -> None:
@@ -105,21 +113,34 @@ class ZmqSampleSource:
         self._link, self._form, self._beta = link, form, beta
         self._piece_rows = _piece_rows(form) if piece_rows is None else piece_rows
         self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
-        self._pending: dict[int, _Asked] = {}
+        self._pending: dict[int, _Request] = {}
         self._unsent: set[int] = set()
         self._next_request = self._next_update = 0
         self._updates: deque[tuple[Update, bool]] = deque()
-        self._epoch = 0
+        self._epoch = self.memory = 0
+        self._come: deque[list[Any]] = deque()  # messages that are not decoded yet
         self._thread: ThreadPoolExecutor | None = None
-        # Messages that came and are not checked yet. While the thread works, it alone takes them.
-        self._come: deque[list[Any]] = deque()
-        # The thread's work: pieces of a batch, and all messages that it has checked.
-        self._job: tuple[_Asked, Future[list[_Checked]]] | None = None
+        self._job: Future[list[_Decoded]] | None = None
         self.counts = dict.fromkeys(("doubled", "foreign"), 0)
-        link.handlers[Kind.BATCH] = self._batch
+        link.aside[Kind.BATCH] = self._come.append
         link.handlers[Kind.UPDATE_ACK] = self._update_ack
         link.on_bad.append(self._ask_again)
         link.on_welcome.append(self._welcome)
+
+    @property
+    def form(self) -> Form:
+        """The form of the run's messages."""
+        return self._form
+
+    @property
+    def url(self) -> str:
+        """The replay's address."""
+        return self._link.url
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the replay's last message."""
+        return self._link.silent_s
 
     @property
     def outstanding(self) -> int:
@@ -136,21 +157,27 @@ class ZmqSampleSource:
         """Whether `update` would refuse."""
         return len(self._updates) >= _UPDATES
 
+    def do_work(self) -> None:
+        """Receive, and say hello if it is due."""
+        self._link.do_work()
+
     def request(self, rows: int = 0) -> int:
         """Ask for one more batch, or, for `take`, `rows` of one. Returns the request's number."""
         sequence = self._next_request
         self._next_request += 1
-        asked = _Asked(rows, 0) if rows else _Asked(self._form.batch_size, self._piece_rows)
-        self._pending[sequence] = asked
+        self._pending[sequence] = (
+            _Request(rows, 0) if rows else _Request(self._form.batch_size, self._piece_rows)
+        )
         self._ask(sequence)
         return sequence
 
     def take(self, sequence: int) -> BatchMessage | None:
         """The answer to a request for some rows, in place of `poll`; None if it has not come."""
-        asked = self._pending.get(sequence)
-        if asked is None or not asked.come:
+        self._decode_all()
+        request = self._pending.get(sequence)
+        if request is None or not request.come:
             return None
-        (message,) = asked.come
+        (message,) = request.come
         self.forget(sequence)
         self._epoch = message.epoch
         return message
@@ -163,13 +190,12 @@ class ZmqSampleSource:
     def ready(self) -> bool:
         """Whether a batch, or a piece of one, has come that `poll` can unpack."""
         self._link.do_work()
-        if not self._has_news():
-            self._finish_job()
+        self._finish_job()
         while self._come and not self._has_news():
-            self._accept(self._check(self._come.popleft()))
+            self._accept(self._decode(self._come.popleft()))
         return self._has_news()
 
-    def _current(self) -> tuple[int, _Asked] | None:
+    def _current(self) -> tuple[int, _Request] | None:
         """The request that is being unpacked, or else the oldest of whose answer something came."""
         begun = (one for one in self._pending.items() if one[1].draws)
         come = (one for one in self._pending.items() if one[1].come)
@@ -181,19 +207,18 @@ class ZmqSampleSource:
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Unpack into `batch` what has come of the oldest; None until all is there."""
-        self._finish_job()  # the thread may be writing into `batch`
         while self.ready():
             current = self._current()
             assert current is not None
-            sequence, asked = current
-            asked.unpack(self._unpacker(batch.layout), batch)
-            if asked.is_whole:
-                Draw.whole(asked.draws).weigh(batch.weights, self._beta)
-                self._epoch = asked.come[0].epoch
+            sequence, request = current
+            request.unpack(self._unpacker(batch.layout), batch)
+            if request.is_whole:
+                Draw.whole(request.draws).weigh(batch.weights, self._beta)
+                self._epoch = request.come[0].epoch
                 self.forget(sequence)
                 if following is not None:
                     self._begin_job(following)
-                return Sampled(torn=0, live=asked.come[0].live)
+                return Sampled(torn=0, live=request.come[0].live)
         return None
 
     def _unpacker(self, layout: BatchLayout) -> BatchUnpacker:
@@ -202,65 +227,62 @@ class ZmqSampleSource:
         return self._unpackers[layout]
 
     def _begin_job(self, batch: Batch) -> None:
-        """Let the thread check the next answer, if one has come, and unpack it into `batch`.
+        """Let the thread decode the next answer, if some of it has come, and unpack it.
 
         The job begins only here. If the thread ran while the learner sends and requests, it would
         slow the learner down.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "batches")
-            self._link.aside[Kind.BATCH] = self._come.append
-        current, unpacker = self._current(), self._unpacker(batch.layout)
-        if current is None and not self._come:
-            return
-        # The request itself belongs to the learner's thread.
-        ahead = _Asked(self._form.batch_size, self._piece_rows)
+        current = self._current()
+        if current is None and self._come:  # the oldest is most likely answered next
+            current = next(iter(self._pending.items()), None)
         if current is not None:
-            ahead.come = list(current[1].come)
+            unpacker = self._unpacker(batch.layout)
+            self._job = self._thread.submit(self._unpack_ahead, *current, unpacker, batch)
 
-        def unpack() -> list[_Checked]:
-            checked: list[_Checked] = []
-            ahead.unpack(unpacker, batch)
-            while not ahead.is_whole and self._come:
-                message = self._check(self._come.popleft())
-                checked.append(message)
-                if not isinstance(message, BatchMessage) or not ahead.take(message):
-                    break
-                ahead.unpack(unpacker, batch)
-            return checked
+    def _unpack_ahead(
+        self, sequence: int, request: _Request, unpacker: BatchUnpacker, batch: Batch
+    ) -> list[_Decoded]:
+        """In the thread: unpack an answer's pieces. Returns messages that are no pieces of it."""
+        others: list[_Decoded] = []
+        request.unpack(unpacker, batch)
+        while not request.is_whole and self._come:
+            message = self._decode(self._come.popleft())
+            if not isinstance(message, BatchMessage):
+                return [*others, message]
+            if message.sequence == sequence and request.take(message):
+                request.unpack(unpacker, batch)
+            else:
+                others.append(message)
+        return others
 
-        self._job = ahead, self._thread.submit(unpack)
+    def _finish_job(self) -> None:
+        """Wait for the thread, which may be writing into a batch."""
+        job, self._job = self._job, None
+        if job is not None:
+            for message in job.result(_DEADLINE_S):
+                self._accept(message)
 
-    def _check(self, parts: list[Any]) -> _Checked:
+    def _decode_all(self) -> None:
+        self._finish_job()
+        while self._come:
+            self._accept(self._decode(self._come.popleft()))
+
+    def _decode(self, parts: list[Any]) -> _Decoded:
         try:
             message: BatchMessage = messages.decode(parts, self._form)
-        except (BadMessage, OtherVersion) as error:
+        except BadMessage as error:
             return error
         return message
 
-    def _accept(self, checked: _Checked) -> None:
-        def message() -> BatchMessage:
-            if isinstance(checked, Exception):
-                raise checked
-            return checked
-
-        self._link.accept(BULK, message)
-
-    def _finish_job(self) -> None:
-        """Wait for the thread. What it has checked is accepted, what it has unpacked is kept."""
-        job, self._job = self._job, None
-        if job is None:
+    def _accept(self, message: _Decoded) -> None:
+        if not isinstance(message, BatchMessage):
+            self._link.reject(message)
             return
-        ahead, work = job
-        for checked in work.result(_DEADLINE_S):
-            self._accept(checked)
-        current = self._current()
-        if current is None:
-            return
-        asked = current[1]
-        # Not if it was an answer that came twice, or another one has begun since.
-        if list(map(id, ahead.come)) == list(map(id, asked.come[: len(ahead.come)])):
-            asked.batch, asked.draws = ahead.batch, ahead.draws
+        request = self._pending.get(message.sequence)
+        if request is None or not request.take(message):
+            self.counts["doubled"] += 1
 
     def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
         """Send new priorities; False while too many are in flight."""
@@ -273,9 +295,9 @@ class ZmqSampleSource:
         return True
 
     def _ask(self, sequence: int) -> None:
-        asked = self._pending[sequence]
-        asked.begin_again()
-        sample = Sample(sequence, asked.rows, self._link.compressed, asked.piece_rows)
+        request = self._pending[sequence]
+        request.restart()
+        sample = Sample(sequence, request.rows, self._link.compressed, request.piece_rows)
         if self._link.send(SMALL, sample) is None:
             self._unsent.add(sequence)
         else:
@@ -283,14 +305,10 @@ class ZmqSampleSource:
 
     def _ask_again(self) -> None:
         """An invalid answer may have been a batch, so requests are sent again."""
-        for sequence, asked in self._pending.items():
-            if not asked.is_whole:
+        self._finish_job()
+        for sequence, request in self._pending.items():
+            if not request.is_whole:
                 self._ask(sequence)
-
-    def _batch(self, message: BatchMessage) -> None:
-        asked = self._pending.get(message.sequence)
-        if asked is None or not asked.take(message):
-            self.counts["doubled"] += 1
 
     def _update_ack(self, ack: UpdateAck) -> None:
         self.counts["foreign"] = ack.value
@@ -298,9 +316,12 @@ class ZmqSampleSource:
             self._updates.popleft()
 
     def _welcome(self, welcome: Welcome, channel: int) -> None:
-        for sequence, asked in self._pending.items():
-            if not asked.is_whole and (welcome.fresh or sequence in self._unsent):
-                self._ask(sequence)
+        self.memory = welcome.epoch
+        if welcome.fresh or self._unsent:
+            self._finish_job()
+            for sequence, request in self._pending.items():
+                if not request.is_whole and (welcome.fresh or sequence in self._unsent):
+                    self._ask(sequence)
         # Updates that could not be sent, or were sent over a connection that is closed.
         for i, (update, sent) in enumerate(self._updates):
             if not sent or (welcome.fresh and channel == SMALL):

@@ -2,7 +2,7 @@
 
 A batch is asked of all shards at once. A shard of which nothing is known, or that was lost, has no
 share. One request waits there, and its answer brings the share. A shard is lost when a batch waits
-for it and it has been silent, when it was started anew, or when the other parts of
+for it and it has been silent, when it was restarted with another memory, or when the other parts of
 a batch have waited for it too long. Then its rows are drawn from the others.
 """
 
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +18,24 @@ from numpy.typing import NDArray
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.layout import BatchLayout
-from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.replay.draw import Draw
 from zapex.replay.shards import Part, Shares, check_method, share_out
 from zapex.sumtree_numba import Method
 from zapex.transport import Sampled
 from zapex.wire.batches import BatchUnpacker
-from zapex.wire.control import Welcome
 from zapex.wire.experience import BatchMessage
 
 SILENT_S = 3.0  # a living replay says something each second
 LATE_S = 10.0  # one that lives and cannot give its rows: its actors are too slow, or gone
-_LOOK_S = 1.0  # who looks less often was busy, and knows nothing of a silence
-_FRESH_S = 1.0  # a total that is older is asked anew
+_LOOK_S = 1.0  # a learner that looks less often was busy, and cannot judge a silence
+_FRESH_S = 1.0  # a total that is older is asked for again
 _DEADLINE_S = 60.0  # for the separate thread, whose work takes milliseconds
 
 
 @dataclass(eq=False)
-class _Asked:
-    """Rows that a shard was asked for. known: its total at that time."""
+class _Part:
+    """Rows of a batch that a shard was asked for. known: its total at that time."""
 
     shard: int
     rows: int
@@ -52,7 +49,7 @@ class _Wanted:
     """A batch that was asked for. missing: rows that no shard was asked for yet."""
 
     missing: int
-    parts: list[_Asked] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
     since_s: float = 0.0
 
     @property
@@ -61,10 +58,10 @@ class _Wanted:
 
 
 class ShardedSampleSource:
-    """The SampleSource of a learner with several replays.
+    """The SampleSource of a learner, or of a library's client, with several replays.
 
     Args:
-        links: one to each shard, in the run's order.
+        sources: one for each shard, in the run's order.
         beta: of the weights.
         method: "stratified" or "independent".
         seed: of what decides how a batch is shared out.
@@ -78,7 +75,7 @@ class ShardedSampleSource:
 
     def __init__(
         self,
-        links: Sequence[ZmqLink],
+        sources: Sequence[ZmqSampleSource],
         beta: float,
         method: Method,
         seed: int | None,
@@ -86,25 +83,20 @@ class ShardedSampleSource:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         check_method(method)
-        self._links, self._beta, self._method = links, beta, method
-        self._sources = [ZmqSampleSource(link, beta) for link in links]
+        self._sources, self._beta, self._method = sources, beta, method
         self._rng, self._tell, self._clock_s = np.random.default_rng(seed), tell, clock_s
-        form = links[0].form
-        assert form is not None
-        self._form = form
-        self.shares = Shares(len(links))
+        self._form = sources[0].form
+        self.shares = Shares(len(sources))
         self.dropped = 0
         self._wanted: deque[_Wanted] = deque()
         self._looked_s = self._awake_s = clock_s()
         self._probes: dict[int, int] = {}  # shard -> its request
-        self._probe_rows = [1] * len(links)
-        self._learned_s = [-np.inf] * len(links)
-        self._epochs = [0] * len(links)
+        self._probe_rows = [1] * len(sources)
+        self._learned_s = [-np.inf] * len(sources)
+        self._memories = [0] * len(sources)
         self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._job: tuple[Batch, _Wanted, Future[list[Part]]] | None = None
-        for shard, link in enumerate(links):
-            link.on_welcome.append(partial(self._welcome, shard))
 
     @property
     def outstanding(self) -> int:
@@ -135,14 +127,17 @@ class ShardedSampleSource:
         if now_s - self._looked_s > _LOOK_S:
             self._awake_s = now_s
         self._looked_s = now_s
-        for link in self._links:
-            link.do_work()
+        for shard, source in enumerate(self._sources):
+            source.do_work()
+            known, self._memories[shard] = self._memories[shard], source.memory
+            if known not in (0, source.memory):
+                self._lose(shard, "was restarted with another memory")
 
     def _silent_s(self, shard: int) -> float:
         """Seconds in which this end looked, and the shard said nothing."""
-        return min(self._links[shard].silent_s, self._clock_s() - self._awake_s)
+        return min(self._sources[shard].silent_s, self._clock_s() - self._awake_s)
 
-    def _take(self, part: _Asked) -> None:
+    def _take(self, part: _Part) -> None:
         if part.message is None:
             part.message = self._sources[part.shard].take(part.request)
             if part.message is not None:
@@ -183,7 +178,7 @@ class ShardedSampleSource:
             for shard, rows in enumerate(counts.tolist()):
                 if rows:
                     request = self._sources[shard].request(rows)
-                    wanted.parts.append(_Asked(shard, rows, float(totals[shard]), request))
+                    wanted.parts.append(_Part(shard, rows, float(totals[shard]), request))
             wanted.missing, wanted.since_s = 0, self._clock_s()
 
     def _lose_late(self, wanted: _Wanted) -> None:
@@ -204,9 +199,11 @@ class ShardedSampleSource:
         shares, source = self.shares, self._sources[shard]
         share = shares.totals[shard] / max(shares.totals.sum(), 1e-300)
         if shares.lose(shard):
-            url = self._links[shard].url
-            self._tell(f"shard {shard} at {url} {why}: its {share:.0%} of the batches are drawn "
-                       "from the others until it answers")  # fmt: skip
+            url = self._sources[shard].url
+            self._tell(
+                f"shard {shard} at {url} {why}: its {share:.0%} of the batches are drawn from the "
+                "others until it answers"
+            )
         for wanted in self._wanted:
             for part in [p for p in wanted.parts if p.shard == shard and p.message is None]:
                 source.forget(part.request)
@@ -214,11 +211,6 @@ class ShardedSampleSource:
                 wanted.missing += part.rows
                 self._probe_rows[shard] = max(self._probe_rows[shard], part.rows)
         self._share_out()
-
-    def _welcome(self, shard: int, welcome: Welcome, channel: int) -> None:
-        known, self._epochs[shard] = self._epochs[shard], welcome.epoch
-        if known not in (0, welcome.epoch):
-            self._lose(shard, "was started anew")
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Unpack the oldest batch, of which all parts have come, with its weights; or None."""

@@ -25,7 +25,6 @@ from zapex.net.sockets import listen
 from zapex.net.statistics import SILENT_S, StatsHandler, StatsLink, StatsReader, StatsSender
 from zapex.replay.shards import Shares
 from zapex.run.run import NOT_ACTORS, Membership, Run
-from zapex.run.shard_chunks import ShardedChunkSender
 from zapex.run.topology import (
     LinkedRole,
     Notices,
@@ -38,6 +37,7 @@ from zapex.transport import ChunkLink, ParameterSink, ParameterSource, SampleSin
 from zapex.wire.control import LEARNER, Bye, Welcome
 from zapex.zmq_transport import (
     ChunkSender,
+    ShardedChunkSender,
     ZmqParameterSink,
     ZmqParameterSource,
 )
@@ -268,7 +268,8 @@ def _sample_source(start: Start, links: Sequence[ZmqLink]) -> SampleSource:
         return ZmqSampleSource(links[0], beta)
     seed = int(start.run.seed(NOT_ACTORS + 2).generate_state(1)[0])
     method = start.run.config.replay.sampling
-    return ShardedSampleSource(links, beta, method, seed, start.notices.tell)
+    sources = [ZmqSampleSource(link, beta) for link in links]
+    return ShardedSampleSource(sources, beta, method, seed, start.notices.tell)
 
 
 # The replay's host.
