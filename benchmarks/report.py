@@ -322,7 +322,7 @@ COMMANDS = {
     "transport_tcp": "zapex bench transport --only rows --over tcp tcp+curve --rounds 10",
     "transport_ends": "zapex bench transport --only ends",
     "cluster": "zapex bench cluster",
-    "simulate": "zapex bench simulate",
+    "simulate": "python -m benchmarks.transport.cluster_model",
     "paper": "zapex bench paper",
     "paper_real": "zapex bench paper --real --actors 1 2",
     "paper_fstack": "zapex bench paper --systems a d-zmtp d-fstack",

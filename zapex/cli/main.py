@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import zapex
-from zapex.cli import balance, hosts, launch, play, runs, saved, simulate, train
+from zapex.cli import balance, hosts, launch, play, runs, saved, train
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 from zapex.machine.child import LostInCallbacks
@@ -218,7 +218,6 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "logs": (launch.logs, "Show the logs of a launched run"),
     "stop": (launch.stop, "Stop a run; the learner saves first"),
     "balance": (balance.command, "Measure how many actors this machine's learner needs"),
-    "simulate": (simulate.command, "Model a run on many hosts"),
     "doctor": (train.doctor, "Check whether this machine has what a run needs"),
     "demo": (train.demo, "Train CartPole, which takes about a minute"),
     "config": (train.config, "Print the settings of a run as TOML"),
