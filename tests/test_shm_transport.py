@@ -331,8 +331,6 @@ def test_batches_gathered_ahead_are_those_gathered_when_they_are_polled(
         head = host.ring("answers").head
         record = host.ring("answers").record(head)
         Draw.read(record["draw"]).gather(store, expected, host.plan.beta)
-        if number % 3 == 2:  # the caller changes its mind about the memory
-            free.reverse()
         batch, following = free
         sampled = source.poll(batch, following)
         assert sampled is not None

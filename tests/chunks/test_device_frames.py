@@ -132,21 +132,6 @@ def test_a_chunks_frames_are_copied_once() -> None:
     assert frames.copied == len(seen)
 
 
-def test_a_batch_gathered_for_another_memory_brings_its_chunks_along() -> None:
-    game = Game(schema_of(4), 2)
-    layout = BatchLayout(game.store.layout.schema, 64, frames_apart=True)
-    frames, (first, second) = DeviceFrames(game.store, CPU), (Batch.empty(layout) for _ in "ab")
-    gatherer = Gatherer(game.store, BETA, 1, frames)
-    game.draw(64)
-    draw = game.next_draw()
-    gatherer.begin(draw, first)
-    gatherer.finish(second)
-    frames.put_in_place(second)
-    expected = Batch.empty(BatchLayout(game.store.layout.schema, 64))
-    draw.gather(game.store, expected, BETA)
-    assert np.array_equal(frames.complete(second.torch())["obs"].numpy(), expected.obs)
-
-
 class Sums:
     """In place of a DQN: the sum of each row's observations."""
 

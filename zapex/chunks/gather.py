@@ -56,7 +56,16 @@ def gather_words(own: str) -> RecordType:
 
 
 GATHER = gather_words("")
+# Of a gather into a batch: the slots of the store, and where the first row of these columns goes in
+# the batch, in elements.
+BATCH_GATHER = gather_words("slots keys indices weights")
 FRAME_COPY_WORDS, _STEP_COPY_WORDS = count(FRAME_COPY), count(STEP_COPY)
+
+
+def row_offset(batch: BatchLayout, name: str, row: int) -> int:
+    """Where a row of a column starts in a batch's memory, in bytes."""
+    section = batch.sections[name]
+    return section.offset + row * (section.nbytes // batch.batch_size)
 
 
 def gather_tables(
@@ -68,8 +77,7 @@ def gather_tables(
     """
 
     def place(name: str) -> int:
-        section = batch.sections[name]
-        return section.offset + first * (section.nbytes // batch.batch_size)
+        return row_offset(batch, name, first)
 
     frame_rows = []
     for name, column in () if batch.frames_apart else chunk.schema.obs_columns.items():

@@ -119,6 +119,7 @@ class BatchLayout:
     frames_apart: bool = False
     sections: dict[str, Section] = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False)
+    _moved: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -139,6 +140,7 @@ class BatchLayout:
         sections, nbytes = lay_out(wanted)
         object.__setattr__(self, "sections", sections)
         object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "_moved", tuple(filter(self.moves_stack, sections)))
 
     def _stack_innermost(self, column: Column) -> bool:
         return column.stack > 1 and (self.channels_last or column.stack_axis == -1)
@@ -151,7 +153,7 @@ class BatchLayout:
     def views(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """Each column as an array over `memory`, in the shape of its space."""
         views = {name: section.view(memory) for name, section in self.sections.items()}
-        for name in filter(self.moves_stack, views):
+        for name in self._moved:
             views[name] = np.moveaxis(views[name], -1, 1)
         return views
 

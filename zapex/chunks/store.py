@@ -23,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.chunks.gather import (
-    GATHER,
+    BATCH_GATHER,
     GatherArguments,
     gather_kernel,
     gather_numbers_kernel,
     gather_tables,
+    row_offset,
 )
 from zapex.chunks.keys import (
     GENERATION_MASK,
@@ -191,8 +192,12 @@ class ChunkStore:
         known = self._arguments.get((id(layout), first))
         if known is not None:
             return known[1]
-        frame_copies, step_copies = gather_tables(self.layout, layout, first)
-        found = self.mem, self.new_gather_plan(GATHER, {}, frame_copies, step_copies)
+        own = {"slots": self.slots}
+        for name in ("keys", "indices", "weights"):
+            itemsize = layout.sections[name].dtype.itemsize
+            own[name] = row_offset(layout, name, first) // itemsize
+        tables = gather_tables(self.layout, layout, first)
+        found = self.mem, self.new_gather_plan(BATCH_GATHER, own, *tables)
         self._arguments[id(layout), first] = layout, found
         return found
 

@@ -34,7 +34,7 @@ from zapex.library.handle import (
 from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
-from zapex.replay.draw import METHODS, gather
+from zapex.replay.draw import METHODS, Draw
 from zapex.shm_ring import FULL
 from zapex.sumtree_numba import Method
 from zapex.wire.calls import Request
@@ -305,11 +305,10 @@ class HandleClient(ReplayClient):
         link, rows = self._link, batch.layout.batch_size
         with link.lock:
             link.call(Request.SAMPLE, rows, 2 * METHODS.index(method) + by_memory)
-            _, smallest, keys, indices, leaves = link.at.draw(rows)
-            least = smallest.item() if by_memory else 0.0
-            torn = gather(link.store, keys, indices, leaves, least, batch, beta)
+            total, smallest, keys, indices, leaves = link.at.draw(rows)
+            draw = Draw(keys, indices, leaves, total.item(), 0, smallest.item())
+            self.torn += draw.gather(link.store, batch, beta, by_memory=by_memory)
             link.release()  # now slots that were evicted meanwhile may be filled again
-            self.torn += torn
 
     def _ask(self, what: Request, rows: int = 0) -> Answer:
         return self._link.ask(what, rows)

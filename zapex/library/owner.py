@@ -13,7 +13,6 @@ from zapex.errors import ConfigError, NotEnoughData, ReplayError
 from zapex.library.handle import DrawPlace
 from zapex.machine.segment import Segment, share_in_place
 from zapex.replay.core import ReplayCore, ReplayLayout
-from zapex.replay.draw import METHODS, batch_kernel
 from zapex.replay.limiter import LimiterConfig, RateLimiter
 from zapex.sumtree_numba import Method
 
@@ -101,21 +100,9 @@ class OwnedReplay(ReplayCore):
             limiter = self._limiter
             if limiter is not None:
                 self._wait_until(lambda: limiter.can_sample(rows), NotEnoughData)
-            self.demand(max(self.min_size_to_sample, rows))
-            before = self.rng.bit_generator.state if method == "without_replacement" else {}
-            tree = self.tree
-            if not tree.total > 0.0:
-                raise NotEnoughData("every priority is 0: there is nothing to draw")
-            drawn = batch_kernel(
-                METHODS.index(method), beta, by_memory, tree.arrays, self._slots,
-                self.store.gather_arguments(batch.layout), self.rng.random(rows), batch.memory,
-                batch.indices, batch.keys, batch.weights,
-            )  # fmt: skip
-            if drawn < rows:
-                self.rng.bit_generator.state = before
-                raise NotEnoughData(
-                    f"{rows} different transitions were asked for, only {drawn} have a priority > 0"
-                )
+            self.demand(rows)
+            draw = self.draw(rows, method, with_smallest=by_memory)
+            draw.gather(self.store, batch, beta, by_memory=by_memory)
             self._count_sampled(rows)
 
     def issue(self, place: DrawPlace, method: Method, by_memory: bool) -> None:
@@ -125,13 +112,12 @@ class OwnedReplay(ReplayCore):
         they wait in quarantine until `released()` counts this answer. Raises NotEnoughData,
         ConfigError.
         """
-        total, smallest, keys, indices, leaves = place
-        batch_size = len(keys)
-        self.demand(max(self.min_size_to_sample, batch_size))
-        self.draw_into(keys, indices, leaves, method)
-        total[0] = self.tree.total
-        smallest[0] = self.tree.min_positive if by_memory else 0.0
-        self._count_sampled(batch_size)
+        rows = len(place.keys)
+        self.demand(rows)
+        draw = self.draw(rows, method, with_smallest=by_memory)
+        place.total[0], place.smallest[0] = draw.total, draw.smallest
+        place.keys[:], place.indices[:], place.leaves[:] = draw.keys, draw.indices, draw.leaves
+        self._count_sampled(rows)
         self.issued += 1
 
     def _count_sampled(self, batch_size: int) -> None:

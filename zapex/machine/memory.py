@@ -39,8 +39,7 @@ class Section:
 
     def view(self, memory: NDArray[np.uint8], base: int = 0) -> NDArray[Any]:
         """The section as an array over `memory` (uint8), at `base` bytes from its start."""
-        start = base + self.offset
-        return memory[start : start + self.nbytes].view(self.dtype).reshape(self.shape)
+        return np.ndarray(self.shape, self.dtype, memory, base + self.offset)
 
 
 def lay_out(

@@ -194,42 +194,38 @@ class ReplayCore:
     ) -> Draw:
         """Sample keys by priority.
 
-        Raises NotEnoughData before `min_size_to_sample`, ConfigError for no rows. Then the random
-        state does not change.
+        Args:
+            batch_size: how many, B.
+            method: see `SumTree.sample`.
+            with_smallest: the draw needs the smallest leaf, for weights by the memory's largest.
+
+        Raises:
+            NotEnoughData: there are fewer than `min_size_to_sample` transitions, or too few with a
+                priority > 0. Then the random state does not change.
+            ConfigError: batch_size is below 1.
         """
         with self.lock:
             self.demand(self.min_size_to_sample)
-            rows = max(batch_size, 0)  # draw_into refuses none
-            keys, indices = np.empty(rows, np.int64), np.empty(rows, np.int64)
-            leaves = np.empty(rows)
-            self.draw_into(keys, indices, leaves, method)
-            smallest = self.tree.min_positive if with_smallest else 0.0
-            return Draw(keys, indices, leaves, self.tree.total, len(self), smallest)
-
-    def draw_into(
-        self,
-        keys: NDArray[np.int64],
-        indices: NDArray[np.int64],
-        leaves: NDArray[np.float64],
-        method: Method,
-    ) -> None:
-        """Sample keys, their indices and leaves (B,), with the lock held. As `draw`."""
-        if not len(keys):
-            raise ConfigError("batch_size must be at least 1, got 0")
-        if not self.tree.total > 0.0:
-            raise NotEnoughData("every priority is 0: there is nothing to draw")
-        distinct = method == "without_replacement"
-        before = self.rng.bit_generator.state if distinct else {}
-        self.rng.random(out=leaves)
-        drawn = draw_kernel(
-            METHODS.index(method), self.tree.arrays, self._slots, leaves, indices, keys
-        )
-        if drawn < len(keys):
-            self.rng.bit_generator.state = before
-            raise NotEnoughData(
-                f"{len(keys)} different transitions were asked for, only {drawn} have a "
-                "priority > 0"
+            if batch_size < 1:
+                raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+            tree = self.tree
+            if not tree.total > 0.0:
+                raise NotEnoughData("every priority is 0: there is nothing to draw")
+            distinct = method == "without_replacement"
+            before = self.rng.bit_generator.state if distinct else {}
+            leaves = self.rng.random(batch_size)
+            keys, indices = np.empty(batch_size, np.int64), np.empty(batch_size, np.int64)
+            drawn = draw_kernel(
+                METHODS.index(method), tree.arrays, self._slots, leaves, indices, keys
             )
+            if drawn < batch_size:
+                self.rng.bit_generator.state = before
+                raise NotEnoughData(
+                    f"{batch_size} different transitions were asked for, only {drawn} have a "
+                    "priority > 0"
+                )
+            smallest = tree.min_positive if with_smallest else 0.0
+            return Draw(keys, indices, leaves, tree.total, len(self), smallest)
 
     def demand(self, transitions: int) -> None:
         """Raises NotEnoughData if there are fewer."""

@@ -1,7 +1,12 @@
-"""A draw: the sampled keys, before their rows are copied, and the layout of a draw."""
+"""A draw: sampled keys and their leaves, and the gather of their rows into a batch.
+
+The learner's process gathers over shared memory, and so does a client of the library's handle; the
+library gathers in the replay's own process. All of them call `Draw.gather`. (Over a network the
+replay packs the rows instead: wire/batches.py.)
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,36 +17,24 @@ from numpy.typing import NDArray
 
 from zapex.chunks.batch import Batch
 from zapex.chunks.device_frames import DeviceFrames
-from zapex.chunks.gather import GatherArguments, gather_kernel
-from zapex.chunks.keys import NO_KEY, keys_kernel
+from zapex.chunks.gather import BATCH_GATHER, gather_kernel
+from zapex.chunks.keys import NO_KEY, are_inside_kernel, keys_kernel
 from zapex.chunks.store import ChunkStore
+from zapex.machine.atomics import record_at
 from zapex.machine.jit import kernel
 from zapex.replay.priorities import SlotArrays
-from zapex.sumtree_numba import (
-    Method,
-    TreeArrays,
-    min_positive_kernel,
-    sample_distinct_kernel,
-    sample_kernel,
-)
+from zapex.sumtree_numba import Method, TreeArrays, sample_distinct_kernel, sample_kernel
 
-_DEADLINE_S = 60.0  # for work that takes milliseconds
 METHODS: tuple[Method, ...] = get_args(Method)
 STRATIFIED, INDEPENDENT, WITHOUT_REPLACEMENT = range(len(METHODS))
+_OUTSIDE = -1
+_DEADLINE_S = 60.0  # for work that takes milliseconds
 
 
 @kernel
-def weigh_kernel(leaves: Any, smallest: float, beta: float, weights: Any) -> None:
-    """weights[b] = (leaves[b] / smallest)^-beta. smallest 0: the smallest of `leaves`."""
-    if smallest == 0.0:
-        smallest = leaves.min()
-    for b in range(leaves.shape[0]):
-        weights[b] = (leaves[b] / smallest) ** -beta
-
-
-@kernel
-def draw_kernel(method: int, tree: TreeArrays, slots: SlotArrays, uniforms: Any, indices: Any,
-                keys: Any) -> int:  # fmt: skip
+def draw_kernel(
+    method: int, tree: TreeArrays, slots: SlotArrays, uniforms: Any, indices: Any, keys: Any
+) -> int:
     """Draw `indices` and their `keys` with `uniforms` in [0, 1), which then holds the leaves.
 
     Returns how many were drawn: less than B only without replacement, and then without keys.
@@ -60,32 +53,65 @@ def draw_kernel(method: int, tree: TreeArrays, slots: SlotArrays, uniforms: Any,
 
 
 @kernel
-def batch_kernel(method: int, beta: float, by_memory: bool, tree: TreeArrays, slots: SlotArrays,
-                 rows: GatherArguments, uniforms: Any, batch: Any, indices: Any, keys: Any,
-                 weights: Any) -> int:  # fmt: skip
-    """Draw `indices` with `uniforms` in [0, 1), copy their rows, compute weights.
+def weigh_kernel(leaves: Any, smallest: float, beta: float, weights: Any) -> None:
+    """weights[b] = (leaves[b] / smallest)^-beta. smallest 0: the smallest of `leaves`.
 
-    Returns how many were drawn. This is less than B only without replacement; then nothing is
-    copied. At the end `uniforms` holds the leaves. No process may write to live slots during the
-    call.
+    This is (N q)^-beta over its largest value (Schaul et al. 2016, sec. 3.4): N and the total are
+    factors of each weight and cancel.
     """
-    drawn = draw_kernel(method, tree, slots, uniforms, indices, keys)
-    if drawn == len(indices):
-        # (N q)^-beta over the largest of the batch or of the memory (Schaul et al. 2016, sec. 3.4):
-        # N is a factor of each weight and cancels.
-        smallest = min_positive_kernel(*tree) if by_memory else 0.0
-        weigh_kernel(uniforms, smallest, beta, weights)
-        gather_kernel(keys, *rows, batch, keys)
-    return drawn
+    if smallest == 0.0:
+        smallest = leaves.min()
+    for b in range(leaves.shape[0]):
+        weights[b] = (leaves[b] / smallest) ** -beta
 
 
-@dataclass(frozen=True)
+@kernel
+def gather_draw_kernel(
+    keys: Any,
+    indices: Any,
+    leaves: Any,
+    smallest: float,
+    beta: float,
+    mem: Any,
+    plan: Any,
+    batch: Any,
+    first: int,
+    end: int,
+) -> int:
+    """Fill the rows from `first` up to `end` of a batch. Returns how many are torn, or _OUTSIDE.
+
+    keys, indices, leaves: of the whole draw. smallest: see `weigh_kernel`. mem, plan: see
+    `ChunkStore.gather_arguments`. batch: its memory.
+    """
+    w = record_at(plan, 0, BATCH_GATHER)
+    if not are_inside_kernel(keys, w.slots, w.chunk):
+        return _OUTSIDE
+    if smallest == 0.0:
+        smallest = leaves.min()
+    rows, words = end - first, batch.view(np.int64)
+    weights = batch.view(np.float32)[w.weights : w.weights + rows]
+    keys_out = words[w.keys : w.keys + rows]
+    words[w.indices : w.indices + rows] = indices[first:end]
+    weigh_kernel(leaves[first:end], smallest, beta, weights)
+    torn = gather_kernel(keys[first:end], mem, plan, batch, keys_out)
+    if torn:
+        for b in range(rows):
+            if keys_out[b] == NO_KEY:
+                weights[b] = 0.0
+    return torn
+
+
+@dataclass(slots=True)
 class Draw:
     """The sampled keys, before their rows are copied.
 
-    keys, indices (B,) int64. leaves (B,) float64: the leaf values drawn. total: the sum of all
-    leaves of the memory. count: transitions in the memory. smallest: the smallest positive leaf, or
-    0 if the caller did not ask for it.
+    Attributes:
+        keys: (B,) int64.
+        indices: (B,) int64.
+        leaves: (B,) float64, the leaf values drawn.
+        total: the sum of all leaves of the memory.
+        count: transitions in the memory.
+        smallest: the smallest positive leaf, or 0 if the caller did not ask for it.
     """
 
     keys: NDArray[np.int64]
@@ -138,42 +164,59 @@ class Draw:
         weigh_kernel(self.leaves, float(self.smallest) if by_memory else 0.0, float(beta), weights)
 
     def gather(
-        self, store: ChunkStore, batch: Batch, beta: float, *, by_memory: bool = False
+        self,
+        store: ChunkStore,
+        batch: Batch,
+        beta: float,
+        *,
+        by_memory: bool = False,
+        first: int = 0,
+        end: int | None = None,
     ) -> int:
-        """Copy the rows into `batch`, with weights and keys. Returns how many are torn.
+        """Copy the rows into `batch`, with weights, keys and indices. Releases the GIL.
 
-        A torn row was overwritten during the copy: weight 0, key -1.
+        Args:
+            store: where the rows are.
+            batch: has as many rows as the draw.
+            beta: exponent of the importance weights.
+            by_memory: weights are divided by the largest one of the memory, not of the batch.
+            first: the first row to copy.
+            end: one past the last row to copy; None: all.
+
+        Returns:
+            How many rows are torn, because they were overwritten during the copy. These have weight
+            0 and key -1.
+
+        Raises:
+            IndexError: a key is not of this store. A peer may send wrong keys.
         """
-        smallest = self.smallest if by_memory else 0.0
-        return gather(store, self.keys, self.indices, self.leaves, smallest, batch, beta)
-
-
-def gather(
-    store: ChunkStore,
-    keys: NDArray[np.int64],
-    indices: NDArray[np.int64],
-    leaves: NDArray[np.float64],
-    smallest: float,
-    batch: Batch,
-    beta: float,
-) -> int:
-    """`Draw.gather` of a draw's parts. smallest: a leaf; 0: the smallest of the batch."""
-    batch.indices[:] = indices
-    weigh_kernel(leaves, float(smallest), float(beta), batch.weights)
-    torn = store.gather(keys, batch.layout, batch.memory, batch.keys)
-    if torn:
-        batch.weights[batch.keys == NO_KEY] = 0.0
-    return torn
+        layout = batch.layout
+        torn = gather_draw_kernel(
+            self.keys,
+            self.indices,
+            self.leaves,
+            float(self.smallest) if by_memory else 0.0,
+            float(beta),
+            *store.gather_arguments(layout, first),
+            batch.memory,
+            first,
+            layout.batch_size if end is None else end,
+        )
+        if torn == _OUTSIDE:
+            raise IndexError("a key points outside of the store")
+        return torn
 
 
 class Gatherer:
-    """Copies the rows of a draw, with weights, from a store into a batch. Use it from one thread.
+    """Gathers one draw at a time into a batch, in threads beside the caller's work if asked.
 
-    The kernels release the GIL, so the threads copy while Python runs. Each copies an equal part of
-    the rows.
+    Each thread copies an equal part of the rows. Use the gatherer itself from one thread.
 
-    threads: its own; 0: the caller's thread copies, in `finish`. frames: if the frames are on a
-    device, and batches only name them; then one thread does all.
+    Args:
+        store: where the rows are.
+        beta: exponent of the importance weights.
+        threads: of its own; 0: the caller's thread copies, in `finish`.
+        frames: if the frames are on a device, and batches only name them. Then one thread does all.
     """
 
     def __init__(
@@ -181,7 +224,7 @@ class Gatherer:
     ) -> None:
         self._store, self._beta, self.threads, self._frames = store, beta, threads, frames
         self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
-        self._work: tuple[Batch, Draw] | None = None
+        self._work: tuple[Draw, Batch] | None = None
         self._parts: list[Future[int]] = []
 
     @property
@@ -191,40 +234,33 @@ class Gatherer:
 
     def begin(self, draw: Draw, batch: Batch) -> None:
         """Begin to gather. Until `finish`, the draw's memory stays as it is."""
-        self._work = batch, draw
-        if self._pool is not None:
-            self._parts = [self._pool.submit(part) for part in self._split(draw, batch)]
-
-    def _split(self, draw: Draw, batch: Batch) -> list[Callable[[], int]]:
-        frames = self._frames
-        if frames is not None:
-            return [lambda: frames.gather(draw.keys, batch, batch.keys)]
-        rows, parts = len(draw.keys), max(1, self.threads)
-        bounds = [rows * i // parts for i in range(parts + 1)]
-
-        def part(first: int, end: int) -> Callable[[], int]:
-            return lambda: self._store.gather(
-                draw.keys[first:end], batch.layout, batch.memory, batch.keys[first:end], first
-            )
-
-        return [part(*pair) for pair in itertools.pairwise(bounds)]
+        self._work = draw, batch
+        if self._pool is None:
+            return
+        parts = 1 if self._frames is not None else self.threads
+        rows = len(draw.keys)
+        for first, end in itertools.pairwise(rows * i // parts for i in range(parts + 1)):
+            self._parts.append(self._pool.submit(self._gather, draw, batch, first, end))
 
     def finish(self, batch: Batch) -> tuple[int, int]:
-        """The draw begun is in `batch`. Returns how many rows are torn, and `Draw.count`.
+        """Wait until the draw begun is in `batch`, which was given to `begin`.
 
-        If it was begun for another batch, it is gathered again.
+        Returns:
+            How many rows are torn, and `Draw.count`.
         """
         assert self._work is not None
-        (begun, draw), parts = self._work, self._parts
-        self._work, self._parts = None, []
-        torn = sum(part.result(_DEADLINE_S) for part in parts)
-        if begun is not batch:
-            batch.fresh.extend(begun.fresh)
-            begun.fresh.clear()
-        if not parts or begun is not batch:
-            torn = sum(part() for part in self._split(draw, batch))
+        draw, begun = self._work
+        assert begun is batch, "another batch was begun"
+        parts, self._work, self._parts = self._parts, None, []
+        if not parts:
+            return self._gather(draw, batch, 0, len(draw.keys)), draw.count
+        return sum(part.result(_DEADLINE_S) for part in parts), draw.count
+
+    def _gather(self, draw: Draw, batch: Batch, first: int, end: int) -> int:
+        if self._frames is None:
+            return draw.gather(self._store, batch, self._beta, first=first, end=end)
+        torn = self._frames.gather(draw.keys, batch, batch.keys)
         draw.weigh(batch.weights, self._beta)
         batch.indices[:] = draw.indices
-        if torn:
-            batch.weights[batch.keys == NO_KEY] = 0.0
-        return torn, draw.count
+        batch.weights[batch.keys == NO_KEY] = 0.0
+        return torn
