@@ -224,9 +224,7 @@ def test_mistakes_are_told_before_anything_starts(
     assert "chmod 700" in refusal(capsys, "learner", "--keys", "keys")
     assert "needs a fixed port" in refusal(capsys, "replay", "--listen", "tcp://127.0.0.1:0")
     assert "--inline" in refusal(capsys, "learner", "--inline")
-    assert "--resume RUN is the learner's, and the replay's" in refusal(
-        capsys, "actor", "--resume", "old"
-    )
+    assert "takes only --resume auto" in refusal(capsys, "actor", "--resume", "old")
     assert not [path for path in tmp_path.iterdir() if path.name in ("runs", "run")]
 
 
