@@ -1,5 +1,6 @@
-"""Presets on faked machines of 2 to 128 cores: accepted by pre-flight, with sane ratios."""
+"""Presets on fake machines of 2 to 128 cores: accepted by preflight, with sensible ratios."""
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,27 +70,21 @@ def chosen_for(machine: Machine, part: str, task: Task = ATARI) -> Config:
     return Config().replace(**{name: choice.value for name, choice in chosen.items()})
 
 
-@pytest.mark.parametrize("task", [ATARI, VECTOR], ids=["image", "vector"])
-@pytest.mark.parametrize("part", list(PARTS))
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_preflight_accepts_what_presets_choose(
-    row: Faked, part: str, task: Task, tmp_path: Path
-) -> None:
+def test_preflight_accepts_what_presets_choose(row: Faked, tmp_path: Path) -> None:
     machine = row.build(tmp_path)
-    config, here = chosen_for(machine, part, task), PARTS[part]
-    needed = replay_bytes(task.schema, config) if here.holds_replay else 1
-    if here.holds_replay:
-        check_memory(config, task.schema, machine)
-        assert config.replay.capacity >= config.replay.learning_starts >= 1_000
-    findings = check(
-        needed, here.processes(config.actor.actors), gpu=machine.gpu,
-        cuda=here.learns and row.gpu_gib > 0, root=tmp_path,
-    )  # fmt: skip
-    demand(findings)
+    for part, task in itertools.product(PARTS.values(), (ATARI, VECTOR)):
+        config = chosen_for(machine, part.name, task)
+        needed = replay_bytes(task.schema, config) if part.holds_replay else 1
+        if part.holds_replay:
+            check_memory(config, task.schema, machine)
+            assert config.replay.capacity >= config.replay.learning_starts >= 1_000
+        cuda, processes = part.learns and row.gpu_gib > 0, part.processes(config.actor.actors)
+        demand(check(needed, processes, gpu=machine.gpu, cuda=cuda, root=tmp_path))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_the_cores_of_one_host_are_shared_out(row: Faked, tmp_path: Path) -> None:
+def test_roles_share_the_cores_of_one_host(row: Faked, tmp_path: Path) -> None:
     machine = row.build(tmp_path)
     config = chosen_for(machine, "all")
     actors, threads = config.actor.actors, config.learner.learner_threads
@@ -108,9 +103,7 @@ def test_the_cores_of_one_host_are_shared_out(row: Faked, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
 @pytest.mark.parametrize("part", ["all", "replay"])
-def test_memory_does_not_turn_over_faster_than_the_target_network(
-    row: Faked, part: str, tmp_path: Path
-) -> None:
+def test_transitions_outlast_the_target_network(row: Faked, part: str, tmp_path: Path) -> None:
     config = chosen_for(row.build(tmp_path), part)
     replay, learner, actors = config.replay, config.learner, config.actor.actors
     if actors <= 16:
@@ -135,7 +128,7 @@ def test_each_part_uses_its_own_host(row: Faked, tmp_path: Path) -> None:
     assert learns.learner.learner_threads == (1 if row.gpu_gib else 0)
 
 
-def test_hosts_of_one_run_agree_whatever_their_machines_are(tmp_path: Path) -> None:
+def test_hosts_of_one_run_agree_on_any_machines(tmp_path: Path) -> None:
     """Cores, memory and GPUs of a host change only what may differ between hosts."""
     machines = [row.build(tmp_path / str(i)) for i, row in enumerate(TABLE[::5])]
     for task in (ATARI, VECTOR):

@@ -184,7 +184,7 @@ def show_help(
     for heading, names in groups.items():
         print("", f"{heading}:", sep="\n")
         for name in names:
-            value = _shown(values.get(name))
+            value = _shown(name, values.get(name))
             text = texts[name] + (f" [{value}]" if value else "")
             left = f"  {_usage(name, known[name])} "
             if len(left) > _COLUMN:
@@ -219,10 +219,10 @@ def _usage(name: str, kinds: tuple[Any, ...]) -> str:
     return f"{flag_of(name)} {choices or _METAVARS[kinds[0]]}"
 
 
-def _shown(value: Any) -> str:
-    """A value as the help shows it."""
+def _shown(name: str, value: Any) -> str:
+    """A flag's value as the help shows it; a switch that is on, with how to turn it off."""
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return f"on; off: {flag_of(f'no_{name}')}" if value else ""
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) else str(value or "")

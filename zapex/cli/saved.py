@@ -126,8 +126,8 @@ class _ExportOptions:
     """Allow the modules that the run names."""
 
     def __post_init__(self) -> None:
-        if not self.onnx.endswith(".onnx"):
-            raise ConfigError(f"--onnx must be a file that ends in .onnx, got {self.onnx!r}")
+        if self.onnx and not self.onnx.endswith(".onnx"):
+            raise ConfigError(f"--onnx must end in .onnx, got {self.onnx!r}")
         if not Path(self.onnx).parent.is_dir():
             raise ConfigError(f"--onnx {self.onnx} is in a directory that does not exist")
 
@@ -135,8 +135,8 @@ class _ExportOptions:
 def command(args: list[str]) -> int:
     """`zapex export RUN --onnx FILE`: the float32 network, checked with onnxruntime."""
     what = "Export a run's network as ONNX: input obs (B, ...), output q_values (B, actions)."
-    options = parse(_ExportOptions(onnx=".onnx"), args, "export", what, "run")
-    if options.onnx == ".onnx":
+    options = parse(_ExportOptions(), args, "export", what, "run")
+    if not options.onnx:
         raise ConfigError("`zapex export` needs a file: zapex export RUN --onnx policy.onnx")
     found = _found(Path(options.run), options.checkpoint)
     network, spec = _network(found, Path(options.run), options.trust, "cpu", "float32")

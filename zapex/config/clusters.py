@@ -1,4 +1,4 @@
-"""The tables [slurm], [kubernetes] and [ray]: the hosts of a run, and what each of them needs."""
+"""The tables [slurm], [kubernetes] and [ray]: the hosts of a run, and what each needs."""
 
 import dataclasses
 import typing
@@ -19,16 +19,16 @@ class _Table(SettingsGroup):
 
 @dataclass(frozen=True)
 class HostTable(_Table):
-    """What one host of a role needs."""
+    """What each host of a role needs."""
 
     cores: int = setting(2, low=1)
-    """Cores of the host."""
+    """Cores."""
     memory_gb: int = setting(0, low=0)
-    """Memory in GiB; 0: what the settings need."""
+    """Memory in GiB; 0: as much as the settings need."""
     gpus: int = setting(0, low=0)
-    """GPUs of the host."""
+    """GPUs."""
     options: str = ""
-    """More options of sbatch for this role's job, such as "--partition=gpu"."""
+    """Further sbatch options for this role's job, e.g. "--partition=gpu"."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,24 @@ class ActorTable(HostTable):
     """The actor hosts."""
 
     hosts: int = setting(1, low=1, high=10_000)
-    """How many hosts."""
+    """Number of hosts."""
     actors: int = setting(0, low=0)
-    """Actors of a host; 0: one a core, less one core for the relay."""
+    """Actors per host; 0: one per core, minus one core for the relay."""
 
 
 @dataclass(frozen=True)
 class ClusterTable(_Table):
-    """What every scheduler is told."""
+    """What all schedulers need."""
 
     replay: HostTable = field(default_factory=HostTable)
     learner: HostTable = field(default_factory=HostTable)
     actor: ActorTable = field(default_factory=ActorTable)
     shards: int = setting(1, low=1, high=128)
-    """Replay hosts, each with the needs of `replay`."""
+    """Replay hosts, each as `replay` says."""
     with_learner: bool = False
-    """Put the learner on the replay's host, which then has the learner's needs."""
+    """Put the learner on the replay's host, which then gets what both need."""
     port: int = setting(0, low=0, high=65_535)
-    """The replay's port; 0: one that is free."""
+    """The replay's port; 0: a free one."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class SlurmTable(ClusterTable):
     minutes: int = setting(0, low=0)
     """The time limit of each job; 0: the partition's."""
     signal_s: int = setting(120, low=10, high=3600)
-    """So long before the time limit a job saves, and asks to be started again."""
+    """Seconds before the time limit at which a job saves and asks to be started again."""
     options: str = ""
-    """More options of sbatch for all jobs, such as "--account=a --partition=p"."""
+    """Further sbatch options for all jobs, e.g. "--account=a --partition=p"."""
     setup: str = ""
-    """Shell lines that each job runs first, such as "module load python"."""
+    """Shell commands that each job runs first, e.g. "module load python"."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class KubernetesTable(ClusterTable):
     """Objects of Kubernetes."""
 
     image: str = "zapex"
-    """The container image; `Containerfile` makes it."""
+    """The container image, built from `Containerfile`."""
     namespace: str = "default"
     """The namespace of all objects."""
     storage_gb: int = setting(10, low=1)
-    """Size of the volume with the learner's run directory, in GiB."""
+    """GiB of the volume with the learner's run directory."""
     storage_class: str = ""
-    """Its storage class; empty: the cluster's default."""
+    """Its storage class; default: the cluster's."""
     gpu_resource: str = "nvidia.com/gpu"
-    """The name of a GPU."""
+    """The cluster's resource name of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class RayTable(ClusterTable):
     """Placement groups of Ray."""
 
     address: str = "auto"
-    """Of the Ray cluster."""
+    """Address of the Ray cluster."""
     wait_s: int = setting(120, low=1)
-    """How long replay and learner may wait for a place, in seconds."""
+    """Seconds that replay and learner may wait for room."""
     most_hosts: int = setting(0, low=0, high=10_000)
-    """Actor hosts follow the cluster's size up to this number; 0: as many as `hosts`."""
+    """Add actor hosts as the cluster grows, up to this number; 0: no more than `hosts`."""
 
 
 TABLES: dict[str, type[ClusterTable]] = {
@@ -107,9 +107,10 @@ TABLES: dict[str, type[ClusterTable]] = {
 
 
 def read(tables: Mapping[str, Any], on: str) -> Any:
-    """The table of the scheduler `on`, with defaults for what it leaves out.
+    """The table of the scheduler `on`, with its defaults.
 
-    Raises ConfigError: an unknown scheduler or name (with the nearest one), or a bad value.
+    Raises:
+        ConfigError: an unknown scheduler or setting (with the nearest name), or a bad value.
     """
     if on not in TABLES:
         raise ConfigError(f"--on must be one of {', '.join(TABLES)}, got {on!r}")

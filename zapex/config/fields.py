@@ -1,4 +1,4 @@
-"""Values of settings: fields with a type and a range, counts like 200k, and TOML's text."""
+"""Settings as dataclass fields with a type and a range; counts like 200k; values as TOML."""
 
 import dataclasses
 import json
@@ -27,28 +27,39 @@ def setting(
     replays: bool = False,
     invocation: bool = False,
 ) -> Any:
-    """A field with its range: `low <= value <= high` and `value > above`.
+    """A field with a default and a range.
 
-    `local` fields may differ between the hosts of one run; so may `replays` fields, which only the
-    replay's host uses. `invocation` fields belong to one call of the command and are not written to
-    `config.toml` (they are local too).
+    Args:
+        default: its value if nothing sets it.
+        low: the least value.
+        high: the largest value.
+        above: values must be larger.
+        local: hosts of one run may differ in it.
+        replays: only the replay's host uses it, so other hosts may differ.
+        invocation: it belongs to one call of the command and is not written to `config.toml`;
+            it is local too.
     """
-    metadata = {
-        "low": low,
-        "high": high,
-        "above": above,
-        "local": local or invocation,
-        "replays": replays,
-        "invocation": invocation,
-    }
+    metadata = {"low": low, "high": high, "above": above, "replays": replays}
+    metadata |= {"local": local or invocation, "invocation": invocation}
     return field(default=default, metadata=metadata)
 
 
 def check_path(text: str, flag: str, others: str = "") -> None:
-    """Raise ConfigError unless `text` is module:name. others: what `flag` takes besides."""
+    """Raise ConfigError unless `text` is module:name. others: what else `flag` takes."""
     module, _, name = text.rpartition(":")
     if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ConfigError(f"{flag} must be {others}module:name, got {text!r}")
+
+
+_TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    types.NoneType: "left out",
+    list: "a list of texts",
+    dict: "a table of named values",
+}
 
 
 def _type_problem(value: Any, kind: Any) -> str | None:
@@ -60,31 +71,21 @@ def _type_problem(value: Any, kind: Any) -> str | None:
     if origin in (types.UnionType, typing.Union):
         problems = [_type_problem(value, option) for option in typing.get_args(kind)]
         return None if None in problems else " or ".join(p for p in problems if p)
-    if origin is list:
-        texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return None if texts else "a list of texts"
-    if origin is dict:
-        named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-        return None if named else "a table of named values"
-    if kind is type(None):
-        return None if value is None else "left out"
-    if isinstance(value, bool):
-        return (
-            None if kind is bool else {int: "a whole number", float: "a number"}.get(kind, "text")
-        )
-    if kind is bool:
-        return "true or false"
-    if kind is int:
-        return None if isinstance(value, int) else "a whole number"
-    if kind is float:
+    kind = origin or kind
+    if isinstance(value, bool) or kind is bool:
+        fits = isinstance(value, bool) and kind is bool
+    elif kind is float:
         fits = isinstance(value, (int, float)) and math.isfinite(value)
-        return None if fits else "a finite number"
-    return None if isinstance(value, kind) else "text"
+    else:
+        fits = isinstance(value, kind)
+        if fits and kind in (list, dict):  # of texts, or named by texts
+            fits = all(isinstance(each, str) for each in value)
+    return None if fits else _TYPES[kind]
 
 
 @dataclass(frozen=True)
 class SettingsGroup:
-    """Types and ranges are checked here, once for all sections."""
+    """The base of all groups of settings: checks types and ranges."""
 
     @staticmethod
     def label(name: str) -> str:
@@ -106,7 +107,7 @@ class SettingsGroup:
                     problem = f"at most {high:,}"
             if problem is not None:
                 raise ConfigError(f"{self.label(spec.name)} must be {problem}, got {value!r}")
-            if hints[spec.name] is float:  # 1 and 1.0 are one setting, also in JSON
+            if hints[spec.name] is float:  # 1 and 1.0 are the same setting, also in JSON
                 object.__setattr__(self, spec.name, float(value))
 
 
@@ -121,7 +122,7 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"([-+]?[0-9][0-9_]*)?(\.[0-9]+)?(e[-+]?[0-9]+)?([kmgb]?)", text.lower())
     if match and (match[1] or match[2]):
-        # Decimal text times a power of ten is exact in integers, where floats would round.
+        # Integers are exact, where floats would round.
         whole, fraction = match[1] or "0", (match[2] or ".")[1:]
         exponent = int((match[3] or "e0")[1:])
         if abs(exponent) <= 18:
@@ -134,7 +135,7 @@ def parse_count(text: str) -> int:
 
 
 def toml_value(value: Any, name: str) -> str:
-    """One plain value as TOML writes it. Raises ConfigError if TOML cannot express it."""
+    """One value as TOML. Raises ConfigError if TOML cannot express it."""
     if isinstance(value, str):
         # JSON's escapes are TOML's, except for one control character that JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
