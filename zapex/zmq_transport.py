@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, Fenced
-from zapex.host.routes import Routes
+from zapex.host.roster import Routes
 from zapex.net.link import ZmqLink
 from zapex.wire import control as messages
 from zapex.wire.control import BULK, SMALL

@@ -33,7 +33,7 @@ from zapex.chunks.layout import (
     BatchLayout,
 )
 from zapex.chunks.store import ChunkStore
-from zapex.host.routes import Routes
+from zapex.host.roster import Routes
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource

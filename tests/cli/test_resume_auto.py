@@ -9,7 +9,7 @@ from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.run import parts, train
+from zapex.run import networked, train
 
 RUN = ["--run-dir", "run", "--resume", "auto"]
 CARTPOLE = {
@@ -67,7 +67,7 @@ def test_a_directory_without_a_checkpoint_is_renamed(
 def test_a_replays_host_is_resumed_only_with_a_saved_replay(
     configs: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(parts, "run_part", lambda config, *more: configs.append(config) or 0)
+    monkeypatch.setattr(networked, "run_part", lambda config, *more: configs.append(config) or 0)
     url = ["--listen", f"ipc://{Path.cwd()}/replay", "--plain"]
     assert cli.main(["replay", "--config", "run.toml", *RUN, *url, "--seed", "3"]) == 0
     Path("run").mkdir()

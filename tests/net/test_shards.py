@@ -24,7 +24,7 @@ from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.layout import COMMITTED, STATE, BatchLayout
 from zapex.host.metrics import RoleMetrics
-from zapex.host.routes import Routes
+from zapex.host.roster import Routes
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.shard_samples import LATE_S, ShardedSampleSource
 from zapex.run.networked import count_shares

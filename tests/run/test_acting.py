@@ -18,7 +18,7 @@ from zapex.envs import environments
 from zapex.host.parts import PARTS
 from zapex.machine.child import DutyCycle
 from zapex.run.run import Run
-from zapex.run.topology import Start, make_role
+from zapex.run.topologies import Start, make_role
 from zapex.shm_transport import HostMemory
 
 STEPS = 150
@@ -175,7 +175,7 @@ WITHOUT_TORCH = """
 import os, sys
 from pathlib import Path
 from tests.run.test_acting import make
-import zapex.run.topology as topology
+import zapex.run.topologies as topology
 real = topology.make_role
 import tests.run.test_acting as acting
 acting.make_role = lambda start: real(start) if start.name.startswith("actor") else None

@@ -14,11 +14,11 @@ from zapex.chunks.batch import aligned_zeros
 from zapex.config.settings import Config
 from zapex.envs import environments
 from zapex.errors import CheckpointError, Refused
-from zapex.host.saves import SaveWords
+from zapex.host.roster import SaveWords
 from zapex.machine import disk
 from zapex.replay import snapshots
 from zapex.replay.core import ReplayCore
-from zapex.run import keeping, topology
+from zapex.run import keeping, topologies
 from zapex.run.keeping import FOLDER, Keeper, SaveDeadline, is_saved
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
@@ -41,7 +41,7 @@ class Life:
             plan, aligned_zeros(plan.nbytes), aligned_zeros(plan.experience_bytes), self.eventfds,
             create=True,
         )  # fmt: skip
-        self.make = lambda: topology.make_core(run, self.host)
+        self.make = lambda: topologies.make_core(run, self.host)
         self.keeper = Keeper(run, self.host, self.said.append, lambda: self.now_s)
         self.words: SaveWords = self.keeper.words
 
@@ -286,18 +286,18 @@ class Clock:
 def test_the_end_waits_for_a_save_that_has_not_begun_only_for_a_while() -> None:
     clock = Clock()
     assert clock.waits_until() == 31.0
-    assert "given up" in clock.said[-1]
+    assert "too slow" in clock.said[-1]
 
 
 def test_the_end_waits_as_long_as_the_size_and_the_speed_of_the_disk_allow() -> None:
     clock = Clock()
     clock.words.last(over=False)
-    clock.words.tell_progress(0, 10**9)
+    clock.words.set_progress(0, 10**9)
     assert clock.deadline.keep_waiting()
     assert "saving the memory: 0.0 MB of 1.0 GB; Ctrl-C ends at once" in clock.said[0]
     for tenth in range(1, 10):
         clock.now_s += 20.0  # 5 MB/s: all of it takes 200 s
-        clock.words.tell_progress(tenth * 10**8, 10**9)
+        clock.words.set_progress(tenth * 10**8, 10**9)
         assert clock.deadline.keep_waiting()
     # 20 s are left at that speed.
     assert clock.waits_until() == 30 + 4 * 20 + 1
@@ -306,7 +306,7 @@ def test_the_end_waits_as_long_as_the_size_and_the_speed_of_the_disk_allow() -> 
 
 def test_the_end_does_not_wait_for_ever_for_a_process_that_has_saved() -> None:
     clock = Clock()
-    clock.words.tell_progress(5, 5)
+    clock.words.set_progress(5, 5)
     clock.words.last(over=True)
     assert clock.waits_until(1e3) < 100
     assert clock.said == []

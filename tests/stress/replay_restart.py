@@ -2,7 +2,7 @@
 
     python -m tests.stress.replay_restart [--transitions 2000000] [--kills 10] [--json FILE]
 
-The server is the real one, a supervised `python -m zapex.run.birth`; this process owns the
+The server is the real one, a supervised `python -m zapex.run.child`; this process owns the
 memory, has filled it through the actors' own end, and asks for batches as a learner does. Its
 clock starts at the SIGKILL, so that the restart's delay, the interpreter, the kernels and the
 attaching are in it.
@@ -33,11 +33,12 @@ from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import COUNT, LIVE, STATE, BatchLayout
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
+from zapex.machine.child import thread_environment
 from zapex.machine.segment import Segment
 from zapex.run.child import Order
 from zapex.run.run import Run
 from zapex.run.supervisor import Died, ProcessSpec, Started, Supervisor
-from zapex.run.topology import Start, make_replay, thread_environment
+from zapex.run.topologies import Start, make_core, make_replay
 from zapex.shm_transport import HostMemory
 
 STREAMS = 64
@@ -71,7 +72,12 @@ class Memory:
     def _fill(self, transitions: int) -> int:
         """Through the actor's own end, with a server in this process; the steps of each stream."""
         self.host.set_incarnation("actor 0", 1)
-        server = make_replay(Start("replay", self.run, self.host))
+        server = make_replay(
+            Start("replay", self.run, self.host),
+            make_core(self.run, self.host),
+            self.host.experience_source(),
+            self.host.sample_sink(),
+        )
         sink = self.host.experience_sink(0, 1)
         builder = ChunkBuilder(sink.store, STREAMS, actor=0, incarnation=1)
         everyone, flags = np.ones(STREAMS, np.bool_), np.zeros(STREAMS, np.int64)
@@ -116,7 +122,7 @@ class Memory:
             eventfds=self.eventfds, base={}, started_ns=time.perf_counter_ns(),
         )  # fmt: skip
         return ProcessSpec(
-            name="replay", argv=[sys.executable, "-m", "zapex.run.birth", order.to_json()],
+            name="replay", argv=[sys.executable, "-m", "zapex.run.child", order.to_json()],
             log_path=self.run.run_dir / "replay.log", pass_fds=fds, env=thread_environment(1),
             restart=True,
         )  # fmt: skip

@@ -35,7 +35,7 @@ from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
 from zapex.roles.values import OwnValues, Pull
 from zapex.run.run import Clock, Run
-from zapex.run.topology import Start, make_replay
+from zapex.run.topologies import Start, make_core, make_replay
 from zapex.shm_transport import HostMemory
 
 ACTIONS = 3
@@ -258,7 +258,12 @@ class System:
 
     def start_replay(self) -> None:
         self.replay_lives += 1
-        server: Any = make_replay(Start("replay", self.run, self.host))
+        server: Any = make_replay(
+            Start("replay", self.run, self.host),
+            make_core(self.run, self.host),
+            self.host.experience_source(),
+            self.host.sample_sink(),
+        )
         assert isinstance(server, ReplayServer)
         self.roles["replay"] = server
         self.replay, self.intake, self.limiter = server.replay, server.intake, server.intake.limiter

@@ -135,7 +135,7 @@ def command(name: str, args: list[str], wrap: str = "") -> int:
         form = Run(run.config, run.spec, Path(), membership=membership).form
         check_memory(form, membership.network_memory_bytes)
     config = prepared(run, part)
-    from zapex.run.parts import run_part
+    from zapex.run.networked import run_part
 
     return run_part(config, run.spec, membership, wrap)
 
@@ -147,7 +147,7 @@ def _chosen(part: Part, args: list[str]) -> Part:
 
 
 def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
-    name = part.words[0]
+    name = part.command[0]
     options = {"replay": _ReplayOptions, "learner": _LearnerOptions}.get(name, _JoinOptions)
     return resolve(args, command, what, options, (*_FIRST_OF[name], *_FIRST), part)
 

@@ -62,7 +62,7 @@ class Group:
     @property
     def name(self) -> str:
         """replay, learner or actor; "replay" if it has the learner too."""
-        return self.part.words[0]
+        return self.part.command[0]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Placement:
     def command(self, group: Group) -> list[str]:
         """The words after `zapex` of one host's command; the host fills in what is in braces."""
         part = group.part
-        words = [*part.words, f"--{part.address}", "{url}"]
+        words = [*part.command, f"--{part.address}", "{url}"]
         words += ["--actors", str(group.actors)] if group.actors else []
         if self.table.shards > 1 and part.listens:
             words += ["--shards", str(self.table.shards), "--shard", "{index}"]

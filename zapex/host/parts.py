@@ -1,6 +1,5 @@
-"""One table of the parts of a run: the roles that a host runs for each part, and their links."""
+"""The parts of a run: the roles that a host runs for each part, and its link to other hosts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -8,41 +7,30 @@ if TYPE_CHECKING:
     from zapex.host.metrics import Role
 
 PartName = Literal["all", "replay", "replay with learner", "actor", "learner"]
-Link = Literal["memory", "listens", "dials"]
-"""The link of a role to the others: this host's memory, a socket that listens, or a socket that
-connects to the replay's host."""
 
 
 @dataclass(frozen=True)
 class Part:
     """The part of a run that one host runs.
 
-    roles: role -> its link, in the order of their start; one process each, except actors.
-    elsewhere: roles of other hosts whose statistics this host receives.
-    rejoins: the host joins again, as a new host, if the replay gave its actor numbers to another.
+    Attributes:
+        name: of the part.
+        command: the command, and the flag, that choose it.
+        roles: in the order of their start; one process each, except actors.
+        linked: the role with a link to other hosts; the host has its key. None: no other hosts.
+        listens: it listens at an address; otherwise it connects to the replay's.
+        elsewhere: roles of other hosts whose statistics this host receives.
+        rejoins: the host joins again, as a new host, if the replay gave its actor numbers to
+            another.
     """
 
     name: PartName
-    roles: "Mapping[Role, Link]"
+    command: tuple[str, ...]
+    roles: "tuple[Role, ...]"
+    linked: "Role | None" = None
+    listens: bool = False
     elsewhere: "tuple[Role, ...]" = ()
     rejoins: bool = False
-
-    @property
-    def linked(self) -> "Role | None":
-        """The role with a link to other hosts; the host has its key. None: no other hosts."""
-        return next((role for role, link in self.roles.items() if link != "memory"), None)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The command and the flag that choose this part."""
-        if self.listens and self.learns:
-            return ("replay", "--with-learner")
-        return (self.name,)
-
-    @property
-    def listens(self) -> bool:
-        """Whether it listens at an address; otherwise it connects to the replay's."""
-        return "listens" in self.roles.values()
 
     @property
     def address(self) -> str:
@@ -65,10 +53,11 @@ class Part:
         return "learner" in self.roles
 
     def acting(self, inference: str) -> "Part":
-        """This part where actors compute as `--inference` says: "central" takes one role more."""
+        """This part where actors compute as `--inference` says: "central" adds a role."""
         if inference != "central" or "actor" not in self.roles:
             return self
-        return replace(self, roles={"actor": "memory", "inference": "memory", **self.roles})
+        others = tuple(role for role in self.roles if role != "actor")
+        return replace(self, roles=("actor", "inference", *others))
 
     def processes(self, actors: int) -> int:
         """How many processes it has, with the parent."""
@@ -78,20 +67,29 @@ class Part:
 PARTS: dict[str, Part] = {
     part.name: part
     for part in (
+        Part("all", ("train",), ("actor", "replay", "learner", "evaluator")),
         Part(
-            "all",
-            {"actor": "memory", "replay": "memory", "learner": "memory", "evaluator": "memory"},
+            "replay",
+            ("replay",),
+            ("replay",),
+            linked="replay",
+            listens=True,
+            elsewhere=("actor", "learner"),
         ),
-        Part("replay", {"replay": "listens"}, elsewhere=("actor", "learner")),
         Part(
             "replay with learner",
-            {"replay": "listens", "learner": "memory", "evaluator": "memory"},
+            ("replay", "--with-learner"),
+            ("replay", "learner", "evaluator"),
+            linked="replay",
+            listens=True,
             elsewhere=("actor",),
         ),
-        Part("actor", {"actor": "memory", "relay": "dials"}, rejoins=True),
+        Part("actor", ("actor",), ("actor", "relay"), linked="relay", rejoins=True),
         Part(
             "learner",
-            {"learner": "dials", "evaluator": "memory"},
+            ("learner",),
+            ("learner", "evaluator"),
+            linked="learner",
             elsewhere=("actor", "replay"),
         ),
     )

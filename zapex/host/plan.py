@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part
-from zapex.host.roster import Roster
-from zapex.host.routes import Routes
-from zapex.host.saves import SaveWords
+from zapex.host.roster import Roster, Routes, SaveWords
 from zapex.machine.exchange import ExchangeShape
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.memory import Section, lay_out

@@ -41,6 +41,21 @@ class DutyCycle(Protocol):
         """End, and save what there is to save."""
 
 
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables that limit the libraries of a process to `threads` threads."""
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "NUMBA_NUM_THREADS": count,
+        # An idle OpenMP thread that spins would take a core from a role that works.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def child_setup(title: str) -> int:
     """Make this process a supervised child, titled "zapex: `title`"; returns its incarnation.
 

@@ -1,4 +1,9 @@
-"""One role in one process, started by `zapex.run.birth`."""
+"""One role in one process: `python -m zapex.run.child ORDER`.
+
+It is bound to its parent before it imports anything large. A parent may die while its children
+start, which takes seconds on a busy machine. Until a child has asked the kernel to end it with its
+parent, nothing would end it.
+"""
 
 import json
 import os
@@ -6,25 +11,27 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from zapex.errors import CheckpointError, ConfigError, Diverged, Fenced, Refused, RunOver
+from zapex.machine.child import DONE, Stop, child_setup, end_by_sigterm, run_until_stopped
 
-from zapex.errors import Fenced, Refused, RunOver
-from zapex.machine.child import DONE, Stop, end_by_sigterm, run_until_stopped
-from zapex.machine.resources import near_gpu
-from zapex.machine.segment import Segment
-from zapex.machine.waiting import Waiter, rest_until, spin_seconds
-from zapex.run.run import Membership, Run
-from zapex.run.topology import LinkedRole, Start, make_role, totals_of
-from zapex.shm_transport import HostMemory
+if TYPE_CHECKING:  # all of it imports numpy and numba
+    from zapex.run.run import Run
+    from zapex.run.topologies import Start
 
 _LONGEST_WAIT_S = 0.2  # also how soon a waiting role notices that it must stop
+_TUPLES = ("numbers", "urls")  # of a Membership: JSON has lists
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the parent tells a child, as JSON on its command line; descriptors are inherited."""
+    """What the parent hands to a child, as JSON on its command line; descriptors are inherited.
+
+    Attributes:
+        base: the run's counters when it was resumed.
+        path: where the parent finds modules.
+    """
 
     name: str
     config: dict[str, Any]
@@ -38,16 +45,17 @@ class Order:
     membership: dict[str, Any] | None = None
     wrap: str = ""
     parameters: int = 0
-    path: Sequence[str] = ()  # where the parent finds modules
+    path: Sequence[str] = ()
 
     def to_json(self) -> str:
         """The order as the text of a command line."""
         return json.dumps(vars(self))
 
-    def run(self) -> Run:
+    def run(self) -> "Run":
         """The run as this child sees it."""
         from zapex.config.settings import Config
         from zapex.envs.environments import EnvironmentSpec
+        from zapex.run.run import Membership, Run
 
         facts = self.membership
         return Run(
@@ -61,13 +69,28 @@ class Order:
         )
 
 
-_TUPLES = ("numbers", "urls")  # lists, as JSON has them
-
-
-def main(text: str, incarnation: int) -> None:
-    """Run one role until SIGTERM; `zapex.run.birth` calls it once this is a supervised child."""
+def main(text: str) -> None:
+    """Become the role that the order in `text` names, and run it until SIGTERM."""
     # SIGTERM keeps its default action while a role is starting: it has nothing to save.
-    order = Order(**json.loads(text))
+    incarnation = child_setup(json.loads(text)["name"])
+    try:
+        play(Order(**json.loads(text)), incarnation)
+    except (ConfigError, CheckpointError, Diverged) as error:
+        print(" ".join(str(error).split()), flush=True)
+        # A status of sysexits.h: the supervisor does not restart the role.
+        sys.exit(os.EX_CONFIG)
+    end_by_sigterm()
+
+
+def play(order: Order, incarnation: int) -> None:
+    """Make the role over its host's memory, and run it until SIGTERM."""
+    import numpy as np
+
+    from zapex.machine.resources import near_gpu
+    from zapex.machine.segment import Segment
+    from zapex.run.topologies import Attended, Start, make_role, totals_of
+    from zapex.shm_transport import HostMemory
+
     sys.path += [entry for entry in order.path if entry not in sys.path]  # after what is installed
     run = order.run()
     plan = run.plan
@@ -80,41 +103,36 @@ def main(text: str, incarnation: int) -> None:
     if near := os.sched_getaffinity(0).intersection(near):
         os.sched_setaffinity(0, near)  # before torch starts threads; batches are touched here first
     totals = totals_of(host, order.base, order.started_ns)
-    _play(Start(order.name, run, host, incarnation, totals=totals))
-    end_by_sigterm()
-
-
-def _play(start: Start) -> None:
-    # The parent is told of the replay's refusal; another start would not help.
+    start = Start(order.name, run, host, incarnation, totals=totals)
     try:
         role = make_role(start)
-        linked = role if isinstance(role, LinkedRole) else None
-        wait = _wait(start, linked.fds if linked is not None else ())
+        attended = role if isinstance(role, Attended) else None
+        wait = _wait(start, attended.fds if attended is not None else ())
         try:
             run_until_stopped(role, lambda ready: wait(ready, _LONGEST_WAIT_S), Stop())
         except (RunOver, Fenced, Refused):
-            if linked is not None:
-                linked.save()
+            if attended is not None:
+                attended.save()
             raise
     except (RunOver, Fenced, Refused) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        start.notices.verdict(error)
+        start.notices.send_end(error)  # the parent decides what follows
         sys.exit(DONE)
     role.close()
 
 
-def _wait(start: Start, also: Sequence[int] | None) -> Callable[[Callable[[], bool], float], bool]:
-    if also is None:
+def _wait(start: "Start", fds: Sequence[int] | None) -> Callable[[Callable[[], bool], float], bool]:
+    """What waits for the role's eventfd or `fds`. None: `ready` must be called all the time."""
+    from zapex.machine.waiting import Waiter, rest_until, spin_seconds
+    from zapex.run.topologies import busy_threads
+
+    if fds is None:
         return lambda ready, timeout_s: rest_until(ready, timeout_s, lambda left_s: None)
-    host, spin_s = start.host, spin_seconds(busy_threads(start.run))
-    fd = host.eventfds[host.plan.role_index(start.name)]
-    return Waiter(host.sleeping, host.sleeping_word(start.name), fd, spin_s, also).wait
+    host, run = start.host, start.run
+    spin_s = spin_seconds(sum(busy_threads(run, role) for _, role in run.plan.roles))
+    eventfd = host.eventfds[host.plan.role_index(start.name)]
+    return Waiter(host.sleeping, host.sleeping_word(start.name), eventfd, spin_s, fds).wait
 
 
-def busy_threads(run: Run) -> int:
-    """Threads of this host's roles that would use a whole core each."""
-    threads = {"learner": run.most_learner_threads()}
-    threads["evaluator"] = 0  # from time to time
-    return sum(
-        threads[role] if role in threads else run.acting_threads(role) for _, role in run.plan.roles
-    )
+if __name__ == "__main__":
+    main(sys.argv[1])

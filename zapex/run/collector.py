@@ -17,7 +17,7 @@ from zapex.checkpoints import file as checkpoint
 from zapex.errors import ConfigError
 from zapex.host.metrics import Role
 from zapex.host.plan import FENCED, NEWS, OVER
-from zapex.host.saves import SaveWords
+from zapex.host.roster import SaveWords
 from zapex.machine.disk import why_not_written
 from zapex.run import directory
 from zapex.run.run import Run

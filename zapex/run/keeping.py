@@ -12,7 +12,7 @@ from typing import Any
 from zapex.chunks.schema import Schema
 from zapex.chunks.store import ChunkStore
 from zapex.errors import CheckpointError, Refused
-from zapex.host.saves import SaveWords
+from zapex.host.roster import SaveWords
 from zapex.machine.disk import free_bytes
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.snapshots import (
@@ -154,7 +154,7 @@ class Keeper:
         self.words.last(over=False)
         if self._thread is not None:
             self._thread.join()
-        self.words.tell_progress(0, 0)
+        self.words.set_progress(0, 0)
         self._save()
         self._tell(self._outcome)
         self.words.last(over=True)
@@ -166,7 +166,7 @@ class Keeper:
             return
         try:
             save(
-                self._replay, self._saves, self._folder, _about(self._run), self.words.tell_progress
+                self._replay, self._saves, self._folder, _about(self._run), self.words.set_progress
             )
         except CheckpointError as error:
             self.words.unsaved = getattr(error.__cause__, "errno", None) or errno.ENOSPC

@@ -1,4 +1,7 @@
-"""The parent of a run's processes on one host: owns the memory, starts roles and ends them."""
+"""The parent of a run's processes on one host: owns the memory, starts roles and ends them.
+
+`run_inline` runs them in one process and thread instead, repeatable bit for bit from the seed.
+"""
 
 import contextlib
 import os
@@ -9,37 +12,41 @@ from dataclasses import asdict
 
 import numpy as np
 
+from zapex.chunks.batch import aligned_zeros
+from zapex.errors import ZapexError
 from zapex.host.plan import NOTICE
-from zapex.host.saves import SaveWords
-from zapex.machine.child import DONE
+from zapex.host.roster import SaveWords
+from zapex.machine.child import DONE, thread_environment
 from zapex.machine.segment import Populator, Segment, interleaved
 from zapex.run.child import Order
 from zapex.run.collector import Caller, Collector, Ending
 from zapex.run.keeping import SaveDeadline
-from zapex.run.run import Run
+from zapex.run.run import Clock, Run
 from zapex.run.supervisor import Died, Event, Exited, GaveUp, ProcessSpec, Started, Supervisor
-from zapex.run.topology import thread_environment
+from zapex.run.topologies import Start, make_role, most_learner_threads, totals_of
 from zapex.shm_transport import HostMemory
 
 _TICK_S = 0.1
 _FAREWELL_S = 10.0  # the replay waits six seconds for hosts that do not answer
 _GRACE_S = 3.5  # of the five seconds within which all ends, the curve included
+_ROUND_NS = 10_000_000  # inline, time is counted in rounds
+_ROUNDS_A_LOOK = 16  # between checks of limits; a count, so that repeated runs end alike
 
 
 def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None) -> Ending:
     """Start the roles, watch them, and end them within five seconds of a request."""
     plan = run.plan
-    with contextlib.ExitStack() as held:
-        control = held.enter_context(Segment.create("zapex-control", plan.nbytes))
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(Segment.create("zapex-control", plan.nbytes))
         eventfds = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in plan.roles]
         for fd in eventfds:
-            held.callback(os.close, fd)
+            stack.callback(os.close, fd)
         fds, slots = [control.fd], np.empty(0, np.uint8)
         populator = None
         if plan.experience_bytes:
             huge, spread = run.config.replay.huge_pages, run.config.run.numa == "interleave"
             with interleaved(spread and huge):  # other memory is reserved beside the start
-                experience = held.enter_context(
+                experience = stack.enter_context(
                     Segment.create(
                         "zapex-experience", plan.experience_bytes, huge_pages=huge, reserve=False
                     )
@@ -59,7 +66,7 @@ def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None
             supervisor.install_signal_handlers(outlives_terminal=True)
             try:
                 for spec in _process_specs(collector, fds):
-                    _tell(collector, supervisor.start(spec))
+                    _report(collector, supervisor.start(spec))
                 if populator is not None:
                     populator.start()
                 _watch(supervisor, collector, populator)
@@ -79,9 +86,9 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
     config = run.config
     logs = run.run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    plan_parameters = run.plan.parameter_bytes // 4  # a network of one's own is made once for this
+    parameters = run.plan.parameter_bytes // 4  # counts a custom network's once for all
     acts = "inference" if "inference" in run.part.roles else "actor"  # the other has no torch
-    threads = {acts: config.actor.actor_threads, "learner": run.most_learner_threads()}
+    threads = {acts: config.actor.actor_threads, "learner": most_learner_threads(run)}
     for name, role in run.processes:
         order = Order(
             name=name,
@@ -95,12 +102,12 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
             started_ns=collector.started_ns,
             membership=asdict(run.membership) if run.membership is not None else None,
             wrap=run.wrap,
-            parameters=plan_parameters,
+            parameters=parameters,
             path=[os.path.abspath(entry) for entry in sys.path],
         )
         yield ProcessSpec(
             name=name,
-            argv=[sys.executable, "-P", "-m", "zapex.run.birth", order.to_json()],
+            argv=[sys.executable, "-P", "-m", "zapex.run.child", order.to_json()],
             pass_fds=[*fds, *eventfds],
             env=thread_environment(threads.get(role, 1)),
             restart=True,
@@ -114,7 +121,7 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
     learns, host = collector.run.part.learns, collector.host
     while not collector.ending.reason:
         for event in supervisor.poll(_TICK_S):
-            _tell(collector, event)
+            _report(collector, event)
         if populator is not None and populator.error is not None:
             collector.end(str(populator.error), failed=True)
         collector.collect()
@@ -131,7 +138,7 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
         if supervisor.stop_signal is not None:
             collector.end(f"stopped by {supervisor.stop_signal.name}")
     if collector.ending.over and "endings" in host.plan.rings:
-        _let_the_replay_tell(supervisor, collector)
+        _let_replay_end_other_hosts(supervisor, collector)
 
 
 def _shut_down(supervisor: Supervisor, collector: Collector) -> None:
@@ -151,25 +158,25 @@ def _shut_down(supervisor: Supervisor, collector: Collector) -> None:
 
         events = supervisor.shutdown(_GRACE_S, part.intake, keep_waiting)
     for event in events:
-        _tell(collector, event)
+        _report(collector, event)
 
 
-def _let_the_replay_tell(supervisor: Supervisor, collector: Collector) -> None:
-    """Let this host's replay tell the other hosts that the run is over. Then it ends by itself."""
+def _let_replay_end_other_hosts(supervisor: Supervisor, collector: Collector) -> None:
+    """Let this host's replay end the other hosts. Then it ends by itself."""
     record = np.zeros(1, NOTICE)
     record["text"] = collector.ending.reason.encode()
     collector.host.ring("endings").producer().try_offer(record)
     deadline_s = time.monotonic() + _FAREWELL_S
     while time.monotonic() < deadline_s and supervisor.stop_signal is None:
         for event in supervisor.poll(_TICK_S):
-            _tell(collector, event)
+            _report(collector, event)
             if isinstance(event, Exited) and event.name == "replay":
                 return
         collector.collect()
 
 
-def _tell(collector: Collector, event: Event) -> None:
-    """Tell the roles and the user what happened to a process; the run may end."""
+def _report(collector: Collector, event: Event) -> None:
+    """Report to the roles and the user what happened to a process; the run may end."""
     if isinstance(event, Started):
         collector.host.set_incarnation(event.name, event.incarnation)
     elif isinstance(event, Exited):
@@ -181,3 +188,47 @@ def _tell(collector: Collector, event: Event) -> None:
             collector.deaths.append(str(event))
         if isinstance(event, GaveUp):
             collector.end(str(event), failed=True)
+
+
+def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -> Ending:
+    """Run all duty cycles in turn, until a limit, a signal or the caller ends it."""
+    rounds = 0
+    clock = Clock(lambda: rounds * _ROUND_NS)
+    plan = run.plan
+    eventfds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in plan.roles]
+    memory = aligned_zeros(plan.nbytes), aligned_zeros(plan.experience_bytes)
+    host = HostMemory(plan, *memory, eventfds, create=True)
+    # The learner is first: actors wait for its parameters.
+    names = sorted((name for name, _ in run.processes), key=lambda name: name != "learner")
+    for name in names:
+        host.set_incarnation(name, 1)
+    with Supervisor() as supervisor, Collector(run, host, base, caller) as collector:
+        supervisor.install_signal_handlers(outlives_terminal=True)
+        totals = totals_of(host, base, collector.started_ns)
+        roles = [make_role(Start(name, run, host, 1, clock, totals)) for name in names]
+        while not collector.ending.reason:
+            try:
+                for role in roles:
+                    role.do_work()
+            except SystemExit as error:  # of an environment; it must not look like success
+                raise ZapexError(f"a role must not exit by itself: {error!r}") from error
+            rounds += 1
+            collector.collect()
+            collector.tick()
+            if rounds % _ROUNDS_A_LOOK == 0:
+                collector.take_notices()
+                now = totals()
+                collector.check_limits(now["frames"], now["wall_s"])
+            if supervisor.hung_up or collector.monitor.terminal_is_gone:
+                supervisor.hung_up = False
+                collector.leave_terminal()
+            if supervisor.stop_signal is not None:
+                collector.end(f"stopped by {supervisor.stop_signal.name}")
+        for role in roles:
+            role.close()
+        collector.collect()
+        collector.take_notices()
+        collector.look_at_memory()
+    for fd in eventfds:
+        os.close(fd)
+    return collector.finish()

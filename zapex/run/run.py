@@ -4,12 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zapex.checkpoints.network import network_of, parameters
-from zapex.chunks.limits import LARGEST, Limits
+from zapex.checkpoints.network import parameters
+from zapex.chunks.limits import Limits
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.fstack import Setup
@@ -17,31 +16,31 @@ from zapex.host.metrics import EPISODE, Role, RoleMetrics
 from zapex.host.parts import PARTS, Part, PartName
 from zapex.host.plan import HostPlan
 from zapex.machine.exchange import ExchangeShape
-from zapex.machine.resources import given_cores
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.wire.header import Form
-
-if TYPE_CHECKING:
-    from zapex.agent.learning import DQN
-    from zapex.agent.networks import Network
-    from zapex.agent.policy import Acting
 
 NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
 
 
 @dataclass(frozen=True)
 class Membership:
-    """How one of several hosts takes part in a run, and what the replay told it when it joined.
+    """How one of several hosts takes part in a run, and what the replay assigned when it joined.
 
-    url: of the replay; on the replay's host the address to listen at. urls: of all shards, shard 0
-    first, which is `url` too; empty if there is one replay. shard: which of `shards` a replay's
-    host is. keys: a directory of `zapex keygen`; "": none. compress: experience and batches, on the
-    way. take_over: a learner replaces one of another host. network_memory_bytes: a bound for
-    messages in flight at the replay. fstack_...: what fstack:// needs, as the flags. host: one
-    number for one join of this host's parent.
-    numbers: the numbers of its actors in the run. total_actors, chunk, epoch: the run's, as in a
-    Welcome.
+    Attributes:
+        part: of the run.
+        url: of the replay; on the replay's host the address to listen at.
+        urls: of all shards, shard 0 first, which is `url` too; empty if there is one replay.
+        shard: which of `shards` a replay's host is.
+        keys: a directory of `zapex keygen`; "": none.
+        insecure_network: no keys are needed.
+        compress: experience and batches, on the way.
+        take_over: a learner replaces one of another host.
+        network_memory_bytes: a bound for messages in flight at the replay.
+        fstack_lib, fstack_conf, fstack_eal: what fstack:// needs, as the flags.
+        host: one number for one join of this host's parent.
+        numbers: the numbers of its actors in the run.
+        total_actors, chunk, epoch: the run's, as in a Welcome.
     """
 
     part: PartName
@@ -76,15 +75,22 @@ class Membership:
 
 @dataclass(frozen=True)
 class Run:
-    """One run on one host: what each process must know."""
+    """One run on one host: what each process must know.
+
+    Attributes:
+        steps_before: before the run was resumed.
+        membership: None: the host has all of the run.
+        parameters: of the network, if another process has counted them; 0: not counted yet.
+        wrap: "module:function" that takes the learner's DQN and returns one to use instead.
+    """
 
     config: Config
     spec: EnvironmentSpec
     run_dir: Path
-    steps_before: int = 0  # before the run was resumed
-    membership: Membership | None = None  # None: the host has all of it
-    parameters: int = 0  # of the network, if another process has counted them
-    wrap: str = ""  # "module:function" that takes the learner's DQN and returns one to use instead
+    steps_before: int = 0
+    membership: Membership | None = None
+    parameters: int = 0
+    wrap: str = ""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -92,7 +98,7 @@ class Run:
         if self.membership is None:
             return ("zapex", "train")
         part, membership = self.part, self.membership
-        words = ["zapex", *part.words, f"--{part.address}", ",".join(membership.all_urls)]
+        words = ["zapex", *part.command, f"--{part.address}", ",".join(membership.all_urls)]
         if membership.shards > 1 and part.listens:
             words += ["--shards", str(membership.shards), "--shard", str(membership.shard)]
         words += ["--keys", membership.keys] if membership.keys else []
@@ -214,65 +220,6 @@ class Run:
     def param_steps(self) -> int:
         """Steps of one stream between two pulls of parameters."""
         return max(1, self.config.actor.param_period // self.spec.frames_per_step)
-
-    def acting_network(self, device: str = "cpu") -> "Network":
-        """A network with the run's seed, to act or to evaluate with."""
-        config = self.config
-        precision, seed = config.actor.actor_precision, config.run.seed
-        return network_of(self.spec, config.learner, device, precision, seed)
-
-    def policy(self) -> "Acting":
-        """What an actor of this run computes with; with central inference, what answers all."""
-        actor = self.config.actor
-        central = actor.inference == "central"
-        place = actor.inference_device if central else "cuda" if actor.inference == "gpu" else "cpu"
-        network = self.acting_network(place)
-        if network.device.type == "cpu":
-            return network
-        from zapex.agent.device import CudaQueues, DevicePolicy, Sizes
-
-        def of(streams: int) -> DevicePolicy:
-            queues = CudaQueues(network.device)
-            return DevicePolicy(network, queues, streams, np.dtype(self.spec.observation_dtype))
-
-        return Sizes(of, network, actor.envs_per_actor) if central else of(actor.envs_per_actor)
-
-    def dqn(self) -> "DQN":
-        """The learner's networks and optimiser, newly made."""
-        from zapex.agent.learning import DQN
-
-        learner, seed = self.config.learner, self.config.run.seed
-        return DQN(
-            network_of(self.spec, learner, learner.device, learner.precision, seed),
-            lr=learner.lr,
-            optimiser=learner.optimiser,
-            rmsprop_decay=learner.rmsprop_decay,
-            optimiser_eps=learner.optimiser_eps,
-            loss=learner.loss,
-            double=learner.double,
-            munchausen=learner.munchausen,
-            max_grad_norm=learner.max_grad_norm,
-            target_period=learner.target_period,
-            largest=LARGEST,
-        )
-
-    def most_learner_threads(self) -> int:
-        """The threads given, or the cores that this host's other roles leave to the learner."""
-        config = self.config
-        if config.learner.learner_threads or config.run.inline:  # which must repeat bit for bit
-            return config.learner.learner_threads or 1
-        others = sum(
-            self.acting_threads(role) for _, role in self.plan.roles
-            if role not in ("learner", "evaluator")
-        )  # fmt: skip
-        return max(1, given_cores() - others)
-
-    def acting_threads(self, role: Role) -> int:
-        """Threads that one process of a role other than the learner keeps busy."""
-        actor, central = self.config.actor, "inference" in self.part.roles
-        if role == "actor":
-            return actor.env_threads if central else max(actor.actor_threads, actor.env_threads)
-        return actor.actor_threads if role == "inference" else 1
 
     def seed(self, *part: int) -> np.random.SeedSequence:
         """Independent random numbers for each part of the run, and for each time it is resumed.

@@ -6,8 +6,7 @@ from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.run import directory, preflight
 from zapex.run.collector import Caller, Ending
-from zapex.run.inline import run_inline
-from zapex.run.parent import run_processes
+from zapex.run.parent import run_inline, run_processes
 from zapex.run.run import Run
 
 

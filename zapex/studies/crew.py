@@ -13,8 +13,7 @@ from typing import Any, Self
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import PeerDied, PeerTimeout
-from zapex.machine.child import PARENT_VARIABLE
-from zapex.run.topology import thread_environment
+from zapex.machine.child import PARENT_VARIABLE, thread_environment
 from zapex.studies.central import Desk
 
 _PREPARED_S = 300.0  # torch, the games and kernels to compile, for many at the same time

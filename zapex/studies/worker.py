@@ -26,7 +26,7 @@ from zapex.machine.child import child_setup
 from zapex.machine.segment import Segment
 from zapex.roles.learner import AtOnce, Trainer
 from zapex.run.run import Run
-from zapex.run.training import pipeline
+from zapex.run.topologies import make_dqn, make_policy, pipeline
 from zapex.studies.central import Answering, Desk
 
 _PROFILED_STEPS = 5
@@ -114,7 +114,7 @@ class Worker:
             threads = self._config.actor.env_threads
             played = streams.make(self._spec, envs, seed=self._number, num_threads=threads)
             # Who asks another worker loads no network; `prepare` says whom it asks.
-            policy = None if where == "central" else run.policy()
+            policy = None if where == "central" else make_policy(run)
             self._played[where, envs] = Played(played, policy)
         return self._played[where, envs]
 
@@ -123,7 +123,7 @@ class Worker:
         assert self._desk is not None
         run = Run(self._config.replace(inference="central"), self._spec, Path())
         desk, actors, envs = self._desk, order["actors"], order["envs"]
-        self._answering = answering = desk.answering(run.policy(), actors, envs)
+        self._answering = answering = desk.answering(make_policy(run), actors, envs)
 
         def count(until_s: float) -> dict[str, float]:
             passes, answers, began_s = answering.passes, answering.answers, time.monotonic()
@@ -139,7 +139,7 @@ class Worker:
         if self._trainer is not None:
             return
         run = Run(self._config, self._spec, Path())
-        dqn = run.dqn()
+        dqn = make_dqn(run)
         self._device = dqn.online.device
         cuda = self._device.type == "cuda"
         replay, learner = self._config.replay, self._config.learner

@@ -8,12 +8,14 @@ import sys
 import pytest
 
 from zapex.errors import ConfigError
-from zapex.run import birth, child
+from zapex.run import child
+
+ORDER = child.Order("learner", {}, {}, "run", -1, -1, [], {}, 0)
 
 
 def test_nothing_large_is_imported_before_a_child_is_set_up() -> None:
     code = (
-        "import sys, zapex.run.birth\n"
+        "import sys, zapex.run.child\n"
         "print(sorted({'numpy', 'numba', 'torch'} & sys.modules.keys()))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "[]\n"
@@ -24,7 +26,7 @@ def test_a_child_whose_parent_is_gone_ends_before_it_reads_its_order() -> None:
     gone.wait(60)
     order = json.dumps({"name": "actor 7", "and": "nothing that a role could start from"})
     done = subprocess.run(
-        [sys.executable, "-m", "zapex.run.birth", order],
+        [sys.executable, "-m", "zapex.run.child", order],
         env={"ZAPEX_PARENT_PID": str(gone.pid), "ZAPEX_INCARNATION": "1"},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
@@ -35,12 +37,12 @@ def test_a_child_whose_parent_is_gone_ends_before_it_reads_its_order() -> None:
 def test_settings_that_only_a_role_finds_impossible_are_told_to_its_parent_in_one_line(
     monkeypatch, capsys
 ):
-    def refuse(text, incarnation):
+    def refuse(order, incarnation):
         raise ConfigError("no GPU here")
 
-    monkeypatch.setattr(birth, "child_setup", lambda title: 1)
-    monkeypatch.setattr(child, "main", refuse)
+    monkeypatch.setattr(child, "child_setup", lambda title: 1)
+    monkeypatch.setattr(child, "play", refuse)
     with pytest.raises(SystemExit) as ended:
-        birth.main(json.dumps({"name": "learner"}))
+        child.main(json.dumps(vars(ORDER)))
     assert ended.value.code == os.EX_CONFIG
     assert capsys.readouterr().out == "no GPU here\n"
