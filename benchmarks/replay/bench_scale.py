@@ -143,7 +143,7 @@ def by_name(curve: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
 
 def size(rounds: int, quick: bool) -> dict[str, Any]:
     """Each size in a fresh process, because memory that a process has had stays mapped."""
-    capacities = CAPACITIES[:2] if quick else CAPACITIES
+    capacities = CAPACITIES[:1] if quick else CAPACITIES
     fitting = sizes_that_fit(capacities, psutil.virtual_memory().available)
     calls = 30 if quick else 400
     cells = {n: partial(_in_fresh_process, "size", n, calls) for n in fitting}
@@ -154,7 +154,7 @@ def batch(rounds: int, quick: bool) -> dict[str, Any]:
     """Among the same transitions."""
     full = FullReplay(2**14 if quick else MIDDLE)
     calls = 20 if quick else 200
-    cells = {n: partial(full.pairs, n, calls) for n in (BATCHES[:2] if quick else BATCHES)}
+    cells = {n: partial(full.pairs, n, calls) for n in (BATCHES[:1] if quick else BATCHES)}
     return by_name(in_rounds(cells, rounds).medians)
 
 
@@ -183,14 +183,14 @@ def restart(rounds: int, quick: bool) -> dict[str, Any]:
             found = json.loads(out.read_text())["results"]["replay_restart"]
         return {"restart": 1e6 * found["sampling_again_s"]["p50"]}
 
-    cells = {n: partial(one, n) for n in (CAPACITIES[:2] if quick else CAPACITIES)}
+    cells = {n: partial(one, n) for n in (CAPACITIES[:1] if quick else CAPACITIES)}
     return _once_a_round(cells, rounds)
 
 
 def snapshot(rounds: int, quick: bool) -> dict[str, Any]:
     """Save and load, in a fresh process each."""
     fitting = sizes_that_fit(
-        CAPACITIES[:2] if quick else CAPACITIES,
+        CAPACITIES[:1] if quick else CAPACITIES,
         min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free),
         twice=2,  # the loaded one stands beside the saved one
     )
@@ -235,14 +235,14 @@ def _cell(what: str, *words: str) -> dict[str, Any]:
 
 def actors(rounds: int, quick: bool) -> dict[str, Any]:
     """Processes that add."""
-    counts, seconds = (ACTORS[:2], 0.5) if quick else (ACTORS, 5.0)
+    counts, seconds = (ACTORS[1:2], 0.5) if quick else (ACTORS, 5.0)
     cells = {n: partial(_in_fresh_process, "by handle", "add", n, seconds) for n in counts}
     return _crowds({"by handle": in_rounds(cells, rounds)}, ACTOR_STREAMS)
 
 
 def clients(rounds: int, quick: bool) -> dict[str, Any]:
     """Processes that sample and update."""
-    counts, seconds = (CLIENTS[:2], 0.5) if quick else (CLIENTS, 5.0)
+    counts, seconds = (CLIENTS[1:2], 0.5) if quick else (CLIENTS, 5.0)
     found = {}
     for name in CROWDS:
         cells = {n: partial(_in_fresh_process, name, "sample", n, seconds) for n in counts}

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, metavar="FILE", help=f"draw that of {ENVS[0]} here")
     options = parser.parse_args(argv)
     results = {}
-    for env in ENVS:
+    for env in ENVS[1:] if options.quick else ENVS:
         with tempfile.TemporaryDirectory(prefix="zapex-bench-") as name:
             file = Path(name, "balance.json")
             words = ["balance", env, "--json", str(file), *["--quick"] * options.quick]

@@ -34,8 +34,8 @@ _QUICK = {
         "2",
         "--eval-episodes",
         "5",
-        "--max-frames",
-        "5k",
+        "--max-minutes",
+        "0.4",
     ],
 }
 
