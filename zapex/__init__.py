@@ -24,7 +24,7 @@ For readers of the code: where things live. Imports run down this map and never 
      8  net
      7  roles, shm_transport, watch
      6  host, transport, wire
-     5  checkpoints, replay
+     5  replay
      4  config, envs, sumtree_numba
      3  agent, chunks, fstack, shm_ring
      2  machine

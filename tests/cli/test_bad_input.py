@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.run import supervisor, train
+from zapex.run import checkpoints, supervisor, train
 
 TOY = "tests.support.toy_env"
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]
@@ -62,7 +61,7 @@ def a_run(**settings: Any) -> Path:
     state = {"schema": CARTPOLE | settings, "counters": {}, "params_version": 1, "totals": {}}
     shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, 8)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    checkpoint.save(run / "checkpoints", checkpoint.step_name(5), tensors, state)
+    checkpoints.save(run / "checkpoints", checkpoints.step_name(5), tensors, state)
     return run
 
 
@@ -308,11 +307,11 @@ def test_a_checkpoint_of_another_environment_is_refused_with_both_named(
 def test_a_checkpoint_without_a_tensor_is_refused_before_anything_starts(
     change: dict[str, Any], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint.latest(a_run())
+    path = checkpoints.latest(a_run())
     assert path is not None
-    found = checkpoint.load(path)
+    found = checkpoints.load(path)
     tensors = {name: t for name, t in (found.tensors | change).items() if t is not None}
-    checkpoint.save(path.parent, path.stem, tensors, found.state)
+    checkpoints.save(path.parent, path.stem, tensors, found.state)
     line = refusal(capsys, "--resume", "run")
     assert name in line
     assert path.name in line
@@ -322,7 +321,7 @@ def test_a_checkpoint_without_a_tensor_is_refused_before_anything_starts(
 def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(
     damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint.latest(a_run())
+    path = checkpoints.latest(a_run())
     assert path is not None
     content = bytearray(path.read_bytes())
     if damage == "cut short":

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import zapex
-from zapex.checkpoints import file as checkpoint
 from zapex.errors import CheckpointError, ConfigError
-from zapex.run import supervisor
+from zapex.run import checkpoints, supervisor
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {
@@ -48,15 +47,15 @@ def test_a_run_has_a_result_and_a_policy() -> None:
     assert policy(obs) == policy.q_values(obs).argmax()
     assert policy.q_values(np.stack([obs, obs])).shape == (2, 2)
     np.testing.assert_array_equal(policy(np.stack([obs, obs])), [policy(obs)] * 2)
-    assert policy.checkpoint == checkpoint.best(Path("run"))
-    assert zapex.load_policy("run", "latest").checkpoint == checkpoint.latest(Path("run"))
+    assert policy.checkpoint == checkpoints.best(Path("run"))
+    assert zapex.load_policy("run", "latest").checkpoint == checkpoints.latest(Path("run"))
     with pytest.raises(ConfigError, match=r"must have shape \(4,\), or \(B, 4\)"):
         policy(obs[:3])
 
 
 def test_a_policy_loads_from_its_file_alone() -> None:
     zapex.train(zapex.TrainConfig(**FEW))
-    file = checkpoint.latest(Path("run"))
+    file = checkpoints.latest(Path("run"))
     assert file is not None
     elsewhere = Path("elsewhere.safetensors")
     file.rename(elsewhere)
@@ -78,7 +77,7 @@ def test_on_report_sees_the_run_and_ends_it() -> None:
     assert seen[-1].steps >= 100
     assert seen[-1].run_dir == Path("run")
     assert [report.steps for report in seen] == sorted(report.steps for report in seen)
-    assert checkpoint.latest(Path("run")) is not None
+    assert checkpoints.latest(Path("run")) is not None
 
 
 def test_an_exception_of_on_report_ends_the_run_and_is_raised() -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.cli import resolve
 from zapex.config.fields import flag_of
@@ -28,6 +27,7 @@ from zapex.errors import PeerDied
 from zapex.host.parts import PARTS
 from zapex.machine import gpu
 from zapex.machine.resources import Machine
+from zapex.run import checkpoints
 from zapex.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -234,8 +234,8 @@ def test_a_resumed_run_keeps_its_settings_and_directory(
     schema = {"env_id": "CartPole-v1", "num_actions": 2}
     shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, config.learner.hidden)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    directory, name = run / "checkpoints", checkpoint.step_name(1)
-    path = checkpoint.save(directory, name, tensors, {"schema": schema})
+    directory, name = run / "checkpoints", checkpoints.step_name(1)
+    path = checkpoints.save(directory, name, tensors, {"schema": schema})
     assert cli.main(["train", "--resume", "runs/a", "--max-frames", "1M"]) == 0
     assert launched.config == config.replace(
         resume="runs/a", run_dir="runs/a", max_frames=1_000_000
@@ -245,7 +245,7 @@ def test_a_resumed_run_keeps_its_settings_and_directory(
     assert "--env cannot change in a resumed run" in line
     path.write_bytes(path.read_bytes()[:-1])
     assert "is damaged" in refusal(capsys, "train", "--resume", "runs/a")
-    checkpoint.save(run / "checkpoints", path.stem, {}, {"schema": {"num_actions": 3}})
+    checkpoints.save(run / "checkpoints", path.stem, {}, {"schema": {"num_actions": 3}})
     assert "was made for num_actions 3" in refusal(capsys, "train", "--resume", "runs/a")
 
 
@@ -287,7 +287,7 @@ def a_run_of_cartpole(capture: pytest.CaptureFixture[str]) -> Config:
     (run / "config.toml").write_text(config.to_toml())
     network = networks.build((4,), np.float32, 2, 8, device="cpu")
     tensors = DQN(network).state_dict_tensors()
-    checkpoint.save(run / "checkpoints", checkpoint.step_name(7), tensors, {})
+    checkpoints.save(run / "checkpoints", checkpoints.step_name(7), tensors, {})
     return config
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.run import networked, train
+from zapex.run import checkpoints, networked, train
 
 RUN = ["--run-dir", "run", "--resume", "auto"]
 CARTPOLE = {
@@ -45,7 +44,7 @@ def test_a_run_with_a_checkpoint_is_resumed_with_its_settings(configs: list[Conf
     state = {"schema": CARTPOLE, "counters": {}, "params_version": 1, "totals": {}}
     shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, 8)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    checkpoint.save(Path("run/checkpoints"), checkpoint.step_name(5), tensors, state)
+    checkpoints.save(Path("run/checkpoints"), checkpoints.step_name(5), tensors, state)
     zapex_train()
     (config,) = configs
     assert (config.run.resume, config.run.run_dir) == ("run", "run")

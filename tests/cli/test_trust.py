@@ -11,10 +11,10 @@ import pytest
 
 from zapex.agent import networks
 from zapex.agent.learning import DQN
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.config.settings import Config
 from zapex.envs import environments
+from zapex.run import checkpoints
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -51,8 +51,8 @@ def store(env: str, kwargs: dict[str, Any] | None = None) -> str:
     spec = environments.check("CartPole-v1")
     dqn = DQN(networks.build((4,), "float32", 2, 8, device="cpu"))  # type: ignore[arg-type]
     schema = {"num_actions": spec.num_actions}
-    checkpoint.save(
-        Path("run/checkpoints"), checkpoint.step_name(1), dqn.state_dict_tensors(),
+    checkpoints.save(
+        Path("run/checkpoints"), checkpoints.step_name(1), dqn.state_dict_tensors(),
         {"schema": schema},
     )  # fmt: skip
     return "run"

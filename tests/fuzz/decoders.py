@@ -27,7 +27,6 @@ from tests.fuzz.mutation import Blind
 from tests.fuzz.sessions import LibrarySessions, RunSessions
 from tests.fuzz.zmtp import CurveBytes, NullBytes
 from tests.support import messages
-from zapex.checkpoints import file as checkpoint
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.layout import NO_FRAME, BatchLayout, ChunkLayout
 from zapex.chunks.schema import Column, Schema
@@ -36,6 +35,7 @@ from zapex.library.prioritized import PrioritizedReplay
 from zapex.net import keys as curve_keys
 from zapex.replay import snapshots
 from zapex.replay.draw import Draw
+from zapex.run import checkpoints
 from zapex.wire import control as m
 from zapex.wire.batches import BatchUnpacker
 from zapex.wire.experience import batch_rows, batch_rows_bytes, row_columns
@@ -333,7 +333,7 @@ class _CheckpointRun:
         self._folder = _Folder()
         tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((), np.int64)}
         state = {"schema": {"env_id": "x"}, "counters": {"updates": 3}, "params_version": 7}
-        path = checkpoint.save(self._folder.path, checkpoint.step_name(1), tensors, state)
+        path = checkpoints.save(self._folder.path, checkpoints.step_name(1), tensors, state)
         self.seed = path.read_bytes()
         self._tensors = tensors
         self._path = self._folder.path / "step-000000000002.safetensors"
@@ -341,12 +341,12 @@ class _CheckpointRun:
     def __call__(self, data: bytes) -> bool:
         self._folder.put(self._path.name, data)
         try:
-            loaded = checkpoint.load(self._path)
-            checkpoint.check_schema(loaded, {"env_id": "x"})
-            again = checkpoint.save(
-                self._folder.path / "again", checkpoint.BEST, loaded.tensors, loaded.state
+            loaded = checkpoints.load(self._path)
+            checkpoints.check_schema(loaded, {"env_id": "x"})
+            again = checkpoints.save(
+                self._folder.path / "again", checkpoints.BEST, loaded.tensors, loaded.state
             )
-            read = checkpoint.load(again)
+            read = checkpoints.load(again)
         except ZapexError:
             return False
         assert json.dumps(read.state) == json.dumps(loaded.state)
@@ -376,7 +376,9 @@ class _CheckpointRun:
                     str(facts["__metadata__"]["state"]).encode("utf-8", "replace"), draw, blind
                 ).decode("utf-8", "replace")
                 facts["__metadata__"]["state"] = text
-                facts["__metadata__"]["sha256"] = checkpoint._checksum(self._tensors, text)
+                facts["__metadata__"]["sha256"] = checkpoints._checksum(
+                    self._tensors, text, facts["__metadata__"].get("number", "")
+                )
                 head = json.dumps(facts).encode()
         head = head.ljust(-(-len(head) // 8) * 8)
         return len(head).to_bytes(8, "little") + head + body

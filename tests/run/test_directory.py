@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zapex.checkpoints import file as checkpoint
 from zapex.config.settings import Config
 from zapex.envs import environments
 from zapex.errors import ConfigError
-from zapex.run import directory
+from zapex.run import checkpoints, directory
 from zapex.run.run import Run
 
 
@@ -25,8 +24,8 @@ def run_in(run_dir: Path, *, resumed: bool = True) -> Run:
 def store(run_dir: Path, steps: int, name: str = "", **state: object) -> Path:
     """A checkpoint with these counters."""
     totals = {"steps": steps, "frames": 4 * steps, "batches": steps // 8, "wall_s": 1.0}
-    name = name or checkpoint.step_name(steps)
-    return checkpoint.save(run_dir / "checkpoints", name, {}, {"totals": totals, **state})
+    name = name or checkpoints.step_name(steps)
+    return checkpoints.save(run_dir / "checkpoints", name, {}, {"totals": totals, **state})
 
 
 def record(run_dir: Path, steps: int) -> None:
@@ -63,16 +62,16 @@ def test_what_was_played_after_the_checkpoint_counts_and_the_user_learns_that_it
 
 def test_the_best_evaluation_is_known_where_only_its_checkpoint_was_written(tmp_path: Path) -> None:
     assert directory.evaluations(tmp_path) == []
-    store(tmp_path, 5, checkpoint.BEST, params_version=3, returns=[1.0, 3.0], mean_return=2.0)
+    store(tmp_path, 5, checkpoints.BEST, params_version=3, returns=[1.0, 3.0], mean_return=2.0)
     (one,) = directory.evaluations(tmp_path)
     assert (one.mean, one.params_version, one.frames) == (2.0, 3, 20)
-    store(tmp_path, 5, checkpoint.BEST, params_version=3, mean_return=2.0)  # of an older version
+    store(tmp_path, 5, checkpoints.BEST, params_version=3, mean_return=2.0)  # of an older version
     assert directory.evaluations(tmp_path) == []
 
 
 def test_counters_that_are_no_numbers_are_ignored(tmp_path: Path) -> None:
     totals = {"steps": "many", "frames": float("nan"), "batches": None}
-    checkpoint.save(tmp_path / "checkpoints", checkpoint.step_name(1), {}, {"totals": totals})
+    checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), {}, {"totals": totals})
     (tmp_path / "metrics.jsonl").write_text('{"kind": "metrics", "steps": []}\n')
     assert directory.counters(tmp_path) == {}
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from zapex.agent.learning import DQN
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
-from zapex.run import collector
+from zapex.run import checkpoints, collector
 from zapex.watch import recorders
 
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]
@@ -39,10 +38,10 @@ def result(run: str) -> dict[str, Any]:
     return facts
 
 
-def newest(run: str) -> checkpoint.Checkpoint:
-    path = checkpoint.latest(Path(run))
+def newest(run: str) -> checkpoints.Checkpoint:
+    path = checkpoints.latest(Path(run))
     assert path is not None
-    return checkpoint.load(path)
+    return checkpoints.load(path)
 
 
 @pytest.mark.slow
@@ -161,7 +160,7 @@ def test_ale_runs_saves_goes_on_and_is_evaluated(capsys: pytest.CaptureFixture[s
         assert values == sorted(values), name
     assert resaved.state["counters"]["batches"] > saved.state["counters"]["batches"]
     assert resaved.state["params_version"] > saved.state["params_version"]
-    assert {path.stem for path in checkpoint.listing(Path("run"))} == {
+    assert {path.stem for path in checkpoints.listing(Path("run"))} == {
         saved.path.stem,
         resaved.path.stem,
     }
@@ -201,7 +200,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         def refuse(*_: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patched.setattr(checkpoint, "replace_whole", refuse)
+        patched.setattr(checkpoints, "replace_whole", refuse)
         patched.setattr(recorders, "append_whole", refuse)
         yield patched.undo
 

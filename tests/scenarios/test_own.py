@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import zapex
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.envs import environments, streams
 from zapex.envs.wrappers import Grey84
 from zapex.errors import ConfigError
+from zapex.run import checkpoints
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -106,7 +106,7 @@ def test_an_own_dict_environment_network_and_loss_train_resume_and_are_evaluated
     assert policy(both).tolist() == [policy(obs)] * 2
     with pytest.raises(ConfigError, match="must be a dict with the key 'eye'"):
         policy(obs["eye"])
-    path = checkpoint.latest(Path("run"))
+    path = checkpoints.latest(Path("run"))
     assert path is not None
     Path("mine.py").rename("gone.py")
     sys.modules.pop("mine")

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
+from zapex.run import checkpoints
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--preset", "smoke", "--inline", "--plain", "--max-frames", "3000", "--max-minutes", "0"]
@@ -24,9 +24,9 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def parameters(run: str) -> np.ndarray:
-    path = checkpoint.latest(Path(run))
+    path = checkpoints.latest(Path(run))
     assert path is not None
-    tensors = checkpoint.load(path).tensors
+    tensors = checkpoints.load(path).tensors
     return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 

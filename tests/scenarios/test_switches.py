@@ -11,8 +11,8 @@ import torch
 import zapex
 from zapex.agent import optimisers
 from zapex.agent.learning import DQN
-from zapex.checkpoints import file as checkpoint
 from zapex.roles.actor import Actor
+from zapex.run import checkpoints
 
 STEPS = 200
 FEW: dict[str, Any] = {
@@ -195,16 +195,16 @@ def test_max_pool_leaves_a_small_square(seen: Seen) -> None:
     few = {"env": "ALE/Breakout-v5", "max_frames": 800}
     run(**few)
     run(**few, max_pool=3, run_dir="other")
-    widths = {name: checkpoint.load(path).tensors["online.streams.weight"].shape[1]
-              for name in ("run", "other") if (path := checkpoint.latest(Path(name)))}  # fmt: skip
+    widths = {name: checkpoints.load(path).tensors["online.streams.weight"].shape[1]
+              for name in ("run", "other") if (path := checkpoints.latest(Path(name)))}  # fmt: skip
     assert widths["run"] // 49 == widths["other"] // 9
 
 
 @pytest.mark.slow
 def test_impala_is_another_network_with_another_name(seen: Seen) -> None:
     run(env="ALE/Breakout-v5", max_frames=4 * STEPS, network="impala", channels=4, hidden=8)
-    path = checkpoint.latest(Path("run"))
+    path = checkpoints.latest(Path("run"))
     assert path is not None
-    assert "online.stages.0.first.weight" in checkpoint.load(path).tensors
+    assert "online.stages.0.first.weight" in checkpoints.load(path).tensors
     q = zapex.load_policy("run").q_values(np.zeros((2, 4, 84, 84), np.uint8))
     assert q.shape == (2, 4)

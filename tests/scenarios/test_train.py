@@ -29,12 +29,11 @@ import psutil
 import pytest
 
 from tests.support import audit
-from zapex.checkpoints import file as checkpoint
 from zapex.cli import main as cli
 from zapex.cli.flags import read_settings as settings_of
 from zapex.config.settings import Config
 from zapex.envs import environments
-from zapex.run import train
+from zapex.run import checkpoints, train
 from zapex.run.run import Run
 from zapex.watch import recorders
 
@@ -243,9 +242,9 @@ def test_counters_never_step_back(story: Story) -> None:
 @pytest.mark.scenario
 def test_an_interrupted_run_leaves_a_checkpoint_a_result_and_a_curve(story: Story) -> None:
     run = story.command.run
-    path = checkpoint.latest(run)
+    path = checkpoints.latest(run)
     assert path is not None
-    assert checkpoint.load(path).state["totals"]["batches"] > 0
+    assert checkpoints.load(path).state["totals"]["batches"] > 0
     facts = json.loads((run / "result.json").read_text())
     assert facts["reason"] == "stopped by SIGINT"
     assert 0 < facts["startup"]["first_step_s"] <= facts["startup"]["first_batch_s"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parts import cluster_in
-from zapex.checkpoints import file as checkpoint
+from zapex.run import checkpoints
 
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--eval-period-s", "2"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -26,7 +26,7 @@ def test_it_trains_with_actors_of_other_hosts_and_its_limit_ends_them_too(tmp_pa
         assert both.ends(60) == 0
         assert actor.ends(60) == 0
         assert "the run is over: 3,000 frames are played" in actor.output
-        assert checkpoint.latest(both.run) is not None
+        assert checkpoints.latest(both.run) is not None
         totals = both.snapshot()["totals"]
         assert totals["frames"] >= 3000
         assert totals["batches"] > 0

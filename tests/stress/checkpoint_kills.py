@@ -28,13 +28,12 @@ from benchmarks.support.harness import add_json, evidence
 from benchmarks.support.machine import Watch
 from zapex.agent import networks
 from zapex.agent.learning import DQN
-from zapex.checkpoints import file as checkpoint
-from zapex.checkpoints.learner import BestNetwork, RunCheckpoints
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.machine import disk
 from zapex.machine.segment import Segment
-from zapex.run import directory
+from zapex.run import checkpoints, directory
+from zapex.run.checkpoints import BestNetwork, RunCheckpoints
 from zapex.run.run import Run
 
 STEPS = {
@@ -70,7 +69,7 @@ def arm(step: str, passage: int) -> None:
 
     setattr(module, name, passed)
     if module is disk:  # the other module has taken the function over by its name
-        checkpoint.replace_whole.__globals__[name] = passed
+        checkpoints.replace_whole.__globals__[name] = passed
 
 
 def live(run_dir: Path, life: int, account: Any, rng: random.Random) -> None:
@@ -116,12 +115,12 @@ def check_resumed(account: Any, mark: int, totals: dict[str, float], version: in
 
 def check_left(run_dir: Path, account: Any) -> None:
     """What a killed incarnation has left behind is whole, and the best is not older."""
-    path = checkpoint.best(run_dir)
-    mean = checkpoint.load(path).state["mean_return"] if path is not None else 0
+    path = checkpoints.best(run_dir)
+    mean = checkpoints.load(path).state["mean_return"] if path is not None else 0
     assert mean >= account[BEST], f"the best is {mean}, but {account[BEST]} was saved"
     assert max((e.mean for e in directory.evaluations(run_dir)), default=0) >= account[BEST]
-    for kept in checkpoint.listing(run_dir):
-        found = checkpoint.load(kept).tensors
+    for kept in checkpoints.listing(run_dir):
+        found = checkpoints.load(kept).tensors
         marks = {float(x) for name, t in found.items() if name.startswith("online") for x in t.flat}
         assert len(marks) == 1, f"{kept} is of several saves: {marks}"
 
@@ -138,7 +137,7 @@ def run(kills: int, seed: int) -> dict[str, Any]:
             pid = os.fork()
             if pid == 0:
                 try:
-                    resumed = life and checkpoint.latest(run_dir) is not None
+                    resumed = life and checkpoints.latest(run_dir) is not None
                     if resumed:
                         arm(step, passage)
                     else:

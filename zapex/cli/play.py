@@ -105,14 +105,14 @@ def command(args: list[str]) -> int:
     run = _Stored.of(run_directory(options.run), options.env, options.trust, options.device)
     config, spec = run.config, run.spec
     epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
-    from zapex.checkpoints import policy as saved_policy
     from zapex.roles import evaluator
+    from zapex.run import checkpoints
 
     if not options.render:
         _draw_without_a_window()
-    saved = saved_policy.find(run.run_dir, options.checkpoint)
+    saved = checkpoints.find(run.run_dir, options.checkpoint)
     with _spectator(options, run) as spectator:
-        policy = saved_policy.load(saved, spec, config.learner)
+        policy = checkpoints.load_network(checkpoints.load(saved), spec, config.learner)
         if spectator is None:
             print(spec.describe, *spec.notes, f"checkpoint {saved}", sep="\n", flush=True)
         result = evaluator.evaluate(
@@ -183,8 +183,8 @@ def play_newest(run_dir: Path, env: str, trust: bool) -> None:
         CheckpointError: the run has saved nothing yet.
     """
     run = _Stored.of(run_dir, env, trust, "cpu")
-    from zapex.checkpoints import policy as saved_policy
     from zapex.roles import evaluator
+    from zapex.run import checkpoints
     from zapex.watch.game import TerminalGame
 
     _draw_without_a_window()
@@ -193,7 +193,7 @@ def play_newest(run_dir: Path, env: str, trust: bool) -> None:
     with TerminalGame(run.spec.env_id, run.aspect, hint=hint) as game:
         for seed in itertools.count(1):
             saved = _newest(run_dir)
-            policy = saved_policy.load(saved, run.spec, run.config.learner)
+            policy = checkpoints.load_network(checkpoints.load(saved), run.spec, run.config.learner)
             game.title = f"{run.spec.env_id}  {saved.stem}"
             evaluator.evaluate(
                 policy.q_values,
@@ -208,9 +208,9 @@ def play_newest(run_dir: Path, env: str, trust: bool) -> None:
 
 def _newest(run_dir: Path) -> Path:
     """The checkpoint that was written last, which may be the best network's."""
-    from zapex.checkpoints import file as checkpoint
+    from zapex.run import checkpoints
 
-    found = [path for path in (checkpoint.latest(run_dir), checkpoint.best(run_dir)) if path]
+    found = [path for path in (checkpoints.latest(run_dir), checkpoints.best(run_dir)) if path]
     if not found:
         raise CheckpointError(
             f"{run_dir} has not saved a network yet: it does so after its first evaluation "

@@ -164,8 +164,8 @@ def _checked(
     layers: "Layers", spec: "EnvironmentSpec", machine: "Machine", more: Options, part: Part
 ) -> Resolved:
     """The same, once its values fit together, and with the environment and the memory."""
-    from zapex.checkpoints import network
     from zapex.config import presets
+    from zapex.run import network
 
     config = layers.config()
     network.check(spec, config.learner, part.learns)
@@ -203,11 +203,10 @@ def _settings_file(given: dict[str, Any], config: str, command: str, part: Part)
 
 def _has_saved(run_dir: Path, part: Part) -> bool:
     """Whether this part of a run can be resumed: from a checkpoint, or a saved replay."""
-    from zapex.checkpoints import file as checkpoint
-    from zapex.run import keeping
+    from zapex.run import checkpoints, keeping
 
     if part.learns:
-        return checkpoint.latest(run_dir) is not None
+        return checkpoints.latest(run_dir) is not None
     return part.holds_replay and keeping.is_saved(run_dir)
 
 
@@ -419,8 +418,7 @@ def _check_writable(directory: Path) -> None:
 
 def _check_resumable(run_dir: Path, run: Resolved, part: Part) -> None:
     """Raise CheckpointError if what the run needs is missing, damaged or of other settings."""
-    from zapex.checkpoints import file as checkpoint
-    from zapex.checkpoints import network
+    from zapex.run import checkpoints, network
 
     if not _has_saved(run_dir, part) and not part.learns:
         raise CheckpointError(
@@ -429,11 +427,11 @@ def _check_resumable(run_dir: Path, run: Resolved, part: Part) -> None:
         )
     if not part.learns:
         return
-    path = checkpoint.latest(run_dir)
+    path = checkpoints.latest(run_dir)
     if path is None:
         raise CheckpointError(f"{run_dir} has no checkpoint to resume from: start a new run")
     spec, learner = run.spec, run.config.learner
-    loaded, facts = checkpoint.load(path), asdict(spec)
+    loaded, facts = checkpoints.load(path), asdict(spec)
     made_for = loaded.state.get("schema", {})
-    checkpoint.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})
-    checkpoint.check_tensors(loaded, network.state_shapes(spec, learner))
+    checkpoints.check_schema(loaded, {name: facts[name] for name in made_for if name in facts})
+    checkpoints.check_tensors(loaded, network.state_shapes(spec, learner))

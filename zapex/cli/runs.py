@@ -105,12 +105,12 @@ def _show(run_dir: Path, plain: bool) -> int:
     if now.snapshot is None:
         print(f"{run_dir} {now.state}: it left no numbers")
         return 0
-    from zapex.checkpoints import file as checkpoint
+    from zapex.run import checkpoints
     from zapex.watch.curves import CURVE_FILE
 
     reason = now.reason or f"{now.state}: it was killed, or its machine failed"
     curve = run_dir / CURVE_FILE
-    saved = checkpoint.latest(run_dir) is not None
+    saved = checkpoints.latest(run_dir) is not None
     print_lines(summary(now.snapshot, reason, curve if curve.exists() else None, saved), plain)
     return 0
 

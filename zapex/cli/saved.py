@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zapex.agent.networks import Network
-    from zapex.checkpoints.file import Checkpoint
     from zapex.envs.environments import EnvironmentSpec
+    from zapex.run.checkpoints import Checkpoint
 
 
 class SavedPolicy:
@@ -76,20 +76,19 @@ def load_policy(
 
 
 def _found(run: Path, which: str) -> "Checkpoint":
-    from zapex.checkpoints import file as checkpoint
-    from zapex.checkpoints import policy
+    from zapex.run import checkpoints
 
     if run.is_file():
-        return checkpoint.load(run)
-    return checkpoint.load(policy.find(run_directory(str(run)), which))
+        return checkpoints.load(run)
+    return checkpoints.load(checkpoints.find(run_directory(str(run)), which))
 
 
 def _network(
     found: "Checkpoint", run: Path, trust: bool, device: str, precision: str
 ) -> "tuple[Network, EnvironmentSpec]":
-    from zapex.checkpoints import policy as saved
+    from zapex.run import checkpoints
 
-    made_with = saved.made_with(found)
+    made_with = checkpoints.made_with(found)
     if made_with is None:
         made_with = _of_settings(run, trust)
     spec, config = made_with
@@ -97,7 +96,7 @@ def _network(
     if device not in ("cpu", "cuda", "auto"):
         raise ConfigError(f"device must be auto, cpu or cuda, got {device!r}")
     values: dict[str, Any] = {"device": device, "precision": precision}
-    return saved.loaded(found, spec, replace(config, **values)), spec
+    return checkpoints.load_network(found, spec, replace(config, **values)), spec
 
 
 def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfig]":

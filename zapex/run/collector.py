@@ -13,13 +13,12 @@ from typing import Any, Self
 
 import psutil
 
-from zapex.checkpoints import file as checkpoint
 from zapex.errors import ConfigError
 from zapex.host.metrics import Role
 from zapex.host.plan import FENCED, NEWS, OVER
 from zapex.host.roster import SaveWords
 from zapex.machine.disk import why_not_written
-from zapex.run import directory
+from zapex.run import checkpoints, directory
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
 from zapex.watch import recorders, visdom
@@ -307,7 +306,7 @@ class Collector:
             print(f"no learning curve: {error}")
         except OSError as error:
             self._not_written("the learning curve", error)
-        saved = checkpoint.latest(run_dir) is not None
+        saved = checkpoints.latest(run_dir) is not None
         code = self._unsaved.get("learner", 0)
         unsaved = code and f"what was learned last: {why_not_written(code, run_dir)}"
         print_lines(summary(snapshot, reason, picture, saved, unsaved or ""), run.plain)

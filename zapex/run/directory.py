@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zapex.checkpoints import file as checkpoint
 from zapex.errors import ConfigError
 from zapex.machine.disk import replace_whole
+from zapex.run import checkpoints
 from zapex.run.keeping import is_saved
 from zapex.run.run import Run
 from zapex.watch import recorders
@@ -94,9 +94,9 @@ def counters(run_dir: Path) -> dict[str, float]:
     was killed later: that was played, but what was learned from it is lost.
     """
     base = recorders.read_base(run_dir)
-    for path in (checkpoint.latest(run_dir), checkpoint.best(run_dir)):
+    for path in (checkpoints.latest(run_dir), checkpoints.best(run_dir)):
         if path is not None:
-            state = checkpoint.load(path).state
+            state = checkpoints.load(path).state
             found = _totals(state) | {"params_version": state.get("params_version")}
             recorders.raise_to(base, found)
     return base
@@ -105,8 +105,8 @@ def counters(run_dir: Path) -> dict[str, float]:
 def evaluations(run_dir: Path) -> list[Evaluation]:
     """All evaluations of a run so far; after a kill the best may be in its checkpoint alone."""
     found = recorders.read_evaluations(run_dir)
-    best = checkpoint.best(run_dir)
-    state = checkpoint.load(best).state if best is not None else {}
+    best = checkpoints.best(run_dir)
+    state = checkpoints.load(best).state if best is not None else {}
     with contextlib.suppress(KeyError, TypeError, ValueError):  # of a version that stored less
         returns = tuple(float(x) for x in state["returns"])
         totals, version = _totals(state), int(state["params_version"])
@@ -125,8 +125,8 @@ def _totals(state: Mapping[str, Any]) -> dict[str, Any]:
 def _where(run: Run, base: Mapping[str, float]) -> str:
     """Where a resumed run is."""
     text = f"going on at {base.get('frames', 0.0):,.0f} frames"
-    newest = checkpoint.latest(run.run_dir)
-    learned = _totals(checkpoint.load(newest).state).get("frames") if newest else None
+    newest = checkpoints.latest(run.run_dir)
+    learned = _totals(checkpoints.load(newest).state).get("frames") if newest else None
     if newest is not None and isinstance(learned, (int, float)) and learned < base["frames"]:
         text += f" with {newest.stem}, of {learned:,.0f} frames: what was learned later is lost"
     if run.part.holds_replay and is_saved(run.run_dir):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from zapex.checkpoints.network import parameters
 from zapex.chunks.limits import Limits
 from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
@@ -18,6 +17,7 @@ from zapex.host.plan import HostPlan
 from zapex.machine.exchange import ExchangeShape
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
+from zapex.run.network import parameters
 from zapex.wire.header import Form
 
 NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here

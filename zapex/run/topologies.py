@@ -359,7 +359,7 @@ def make_policy(run: Run) -> "Acting":
 
 def acting_network(run: Run, device: str = "cpu") -> "Network":
     """Make a network with the run's seed, to act or to evaluate with."""
-    from zapex.checkpoints.network import network_of
+    from zapex.run.network import network_of
 
     config = run.config
     precision = config.actor.actor_precision
@@ -396,7 +396,7 @@ def make_learner(
     """
     import torch
 
-    from zapex.checkpoints.learner import RunCheckpoints
+    from zapex.run.checkpoints import RunCheckpoints
 
     run, host, clock = start.run, start.host, start.clock
     config = run.config
@@ -445,7 +445,7 @@ def make_learner(
 def make_dqn(run: Run) -> "DQN":
     """Make the learner's networks and optimiser, with the run's seed."""
     from zapex.agent.learning import DQN
-    from zapex.checkpoints.network import network_of
+    from zapex.run.network import network_of
 
     learner, seed = run.config.learner, run.config.run.seed
     return DQN(
@@ -612,9 +612,9 @@ def make_evaluator(start: Start) -> DutyCycle:
     """Make the evaluator."""
     import torch
 
-    from zapex.checkpoints.learner import BestNetwork
     from zapex.envs import streams
     from zapex.roles.evaluator import MAX_STREAMS, Evaluator
+    from zapex.run.checkpoints import BestNetwork
 
     run, host = start.run, start.host
     config, spec = run.config, run.spec

@@ -1,7 +1,6 @@
-"""The network that the settings of a run ask for, and its size, without torch where that can be."""
+"""The network that the settings of a run ask for, and its size: without torch where possible."""
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +11,8 @@ from zapex.envs.environments import EnvironmentSpec
 
 if TYPE_CHECKING:
     from zapex.agent.networks import Network
+
+_known_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
 
 def network_of(
@@ -33,7 +34,10 @@ def network_of(
 
 
 def check(spec: EnvironmentSpec, config: LearnerConfig, learns: bool) -> None:
-    """Raise ConfigError if the network does not fit the environment, or the loss is none."""
+    """Raise ConfigError if the network does not fit the environment, or the loss is unusable.
+
+    learns: whether this host needs the loss.
+    """
     parameters(spec, config)
     if learns and ":" in config.loss:
         from zapex.agent import losses
@@ -54,7 +58,10 @@ def state_shapes(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str, tupl
 def _parameter_shapes(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the network's parameters; only networks other than nature load torch."""
     if config.network != "nature":
-        return _shapes(_Same(spec, config))
+        key = repr((spec, config))
+        if key not in _known_shapes:
+            _known_shapes[key] = network_of(spec, config, "cpu", "float32").shapes
+        return _known_shapes[key]
     dtype = np.dtype(spec.observation_dtype)
     return architecture.parameter_shapes(
         architecture.layers(
@@ -67,22 +74,3 @@ def _parameter_shapes(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str,
             config.max_pool,
         )
     )
-
-
-class _Same:
-    """An environment and a network; equal ones need not be made twice."""
-
-    def __init__(self, spec: EnvironmentSpec, config: LearnerConfig) -> None:
-        self.spec, self.config = spec, config
-        self._key = repr((spec, config))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-@lru_cache(maxsize=8)
-def _shapes(same: _Same) -> dict[str, tuple[int, ...]]:
-    return network_of(same.spec, same.config, "cpu", "float32").shapes

@@ -10,12 +10,11 @@ import pytest
 
 from zapex.agent import networks
 from zapex.agent.learning import DQN
-from zapex.checkpoints import file as checkpoint
-from zapex.checkpoints import policy
-from zapex.checkpoints.learner import BestNetwork, RunCheckpoints
 from zapex.config.settings import LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
+from zapex.run import checkpoints
+from zapex.run.checkpoints import BestNetwork, RunCheckpoints
 
 SPEC = EnvironmentSpec("Toy-v0", {}, (3,), "float32", 1, 2, 1, False, "a toy")
 
@@ -62,7 +61,7 @@ def test_a_checkpoint_that_the_disk_refuses_is_tried_again_before_the_next_is_du
     disk.full = False
     saves.save(dqn, 2)
     assert disk.codes == [errno.ENOSPC, 0]
-    assert checkpoint.latest(tmp_path) is not None
+    assert checkpoints.latest(tmp_path) is not None
     now_s += 599.0
     assert not saves.due()
 
@@ -77,12 +76,12 @@ def test_the_best_network_that_the_disk_refused_is_written_with_a_later_evaluati
     wanted = played.flat.clone().numpy()
     played.flat.zero_()
     best.offer([1.0], 4, {"steps": 2.0})  # worse: the one before is still to be written
-    assert checkpoint.best(tmp_path) is None
+    assert checkpoints.best(tmp_path) is None
     disk.full = False
     best.offer([2.0], 5, {"steps": 3.0})
-    path = checkpoint.best(tmp_path)
+    path = checkpoints.best(tmp_path)
     assert path is not None
-    found = checkpoint.load(path)
+    found = checkpoints.load(path)
     assert (found.state["mean_return"], found.state["params_version"]) == (8.0, 3)
     kept = np.concatenate([found.tensors[f"online.{n}"].ravel() for n in played.shapes])
     np.testing.assert_array_equal(kept, wanted)
@@ -98,7 +97,7 @@ def test_a_checkpoint_without_a_tensor_is_one_clear_error(tmp_path: Path, lost: 
         "env_id": "Toy-v0", "observation_shape": [3], "observation_dtype": "float32",
         "num_actions": 2,
     }}  # fmt: skip
-    checkpoint.save(tmp_path / "checkpoints", checkpoint.step_name(1), tensors, state)
+    checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), tensors, state)
     saves = RunCheckpoints(tmp_path, SPEC, 1, lambda: 0.0, 0.0, dict, str)
     with pytest.raises(CheckpointError, match=f"step-0+1.*: {lost} is missing"):
         saves.restore(dqn)
@@ -112,6 +111,6 @@ def test_a_policy_without_a_tensor_or_of_another_type_is_one_clear_error(tmp_pat
         ({"online.value.bias": np.zeros(1)}, r"value.bias is float64 \(1,\) there"),
     ):
         kept = {name: t for name, t in (tensors | change).items() if t is not None}
-        path = checkpoint.save(tmp_path / "checkpoints", checkpoint.step_name(1), kept, {})
+        path = checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), kept, {})
         with pytest.raises(CheckpointError, match=says):
-            policy.load(path, SPEC, config)
+            checkpoints.load_network(checkpoints.load(path), SPEC, config)

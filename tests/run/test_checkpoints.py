@@ -16,10 +16,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zapex.checkpoints import file as checkpoint
-from zapex.checkpoints.file import BEST, step_name
 from zapex.errors import CheckpointError
 from zapex.machine import disk
+from zapex.run import checkpoints
+from zapex.run.checkpoints import BEST, step_name
 
 DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", ">f4", ">i8"]
 
@@ -27,12 +27,12 @@ DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?",
 def save(run_dir, name, mark=0.0, **state):
     """A checkpoint whose tensors and state both say `mark`."""
     tensors = {"online.bias": np.full(5, mark, np.float32), "target.bias": np.full((2, 3), mark)}
-    return checkpoint.save(run_dir / "checkpoints", name, tensors, {"mark": mark, **state})
+    return checkpoints.save(run_dir / "checkpoints", name, tensors, {"mark": mark, **state})
 
 
 def mark_of(path):
     """The mark of a checkpoint, after a check that all of it is of one save."""
-    found = checkpoint.load(path)
+    found = checkpoints.load(path)
     assert {float(x) for tensor in found.tensors.values() for x in tensor.flat} == {
         found.state["mark"]
     }
@@ -62,7 +62,7 @@ def test_tensors_of_any_dtype_shape_and_strides_come_back_as_they_were(tmp_path_
         array = np.asarray(rng.integers(100, size=shape)).astype(dtype)
         tensors[f"t{number}"] = array.T if data.draw(st.booleans()) else np.flip(array)
     run_dir = tmp_path_factory.mktemp("run")
-    found = checkpoint.load(checkpoint.save(run_dir, step_name(0), tensors, {}))
+    found = checkpoints.load(checkpoints.save(run_dir, step_name(0), tensors, {}))
     assert found.tensors.keys() == tensors.keys()
     for name, array in tensors.items():
         assert found.tensors[name].dtype == array.dtype.newbyteorder("=")
@@ -76,13 +76,13 @@ def test_a_generator_goes_on_where_its_saved_state_stood(tmp_path, kind):
     generator.integers(9, size=3, dtype=np.uint32)
     path = save(tmp_path, step_name(1), rng=generator.bit_generator.state)
     restored = np.random.Generator(getattr(np.random, kind)(0))
-    restored.bit_generator.state = checkpoint.load(path).state["rng"]
+    restored.bit_generator.state = checkpoints.load(path).state["rng"]
     assert restored.random(50).tolist() == generator.random(50).tolist()
 
 
 def test_numbers_of_numpy_and_infinities_are_state_too(tmp_path):
     state = {"steps": np.int64(2**62), "best": -np.inf, "returns": np.arange(3), "on": np.True_}
-    found = checkpoint.load(checkpoint.save(tmp_path, BEST, {}, state)).state
+    found = checkpoints.load(checkpoints.save(tmp_path, BEST, {}, state)).state
     assert found == {"steps": 2**62, "best": -np.inf, "returns": [0, 1, 2], "on": True}
 
 
@@ -118,8 +118,8 @@ def test_a_dqn_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
             learner.learn(batch(seed))
         name = step_name(4)
         tensors, counters = learner.state_dict_tensors(), learner.counters()
-        path = checkpoint.save(tmp_path / optimiser, name, tensors, {"learner": counters})
-        found = checkpoint.load(path)
+        path = checkpoints.save(tmp_path / optimiser, name, tensors, {"learner": counters})
+        found = checkpoints.load(path)
         other.load_state(found.tensors, found.state["learner"])
         for seed in range(4, 8):
             np.testing.assert_array_equal(
@@ -132,7 +132,7 @@ def test_images_of_weights_in_channels_last_memory_are_saved_in_their_shape(tmp_
 
     weight = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     strided = weight.contiguous(memory_format=torch.channels_last)
-    found = checkpoint.load(checkpoint.save(tmp_path, BEST, {"w": strided}, {}))
+    found = checkpoints.load(checkpoints.save(tmp_path, BEST, {"w": strided}, {}))
     np.testing.assert_array_equal(found.tensors["w"], weight.numpy())
 
 
@@ -143,31 +143,31 @@ def test_the_last_three_and_the_best_are_kept(tmp_path):
     save(tmp_path, BEST, 0.5)
     for mark, steps in enumerate((5, 20, 10**12 - 1, 10**12, 2**45)):
         save(tmp_path, step_name(steps), mark)
-    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [2, 3, 4]
-    assert checkpoint.latest(tmp_path).name == f"step-{2**45}.safetensors"
-    assert mark_of(checkpoint.best(tmp_path)) == 0.5
+    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [2, 3, 4]
+    assert checkpoints.latest(tmp_path).name == f"step-{2**45}.safetensors"
+    assert mark_of(checkpoints.best(tmp_path)) == 0.5
 
 
 def test_the_order_is_that_of_the_saves_whatever_the_names_say(tmp_path):
     """A run that was killed and goes on may count fewer steps than a checkpoint's name says."""
     for mark, steps in enumerate((100, 200, 300, 150, 120)):
         path = save(tmp_path, step_name(steps), mark)
-        assert checkpoint.latest(tmp_path) == path
-    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [2, 3, 4]
+        assert checkpoints.latest(tmp_path) == path
+    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [2, 3, 4]
     assert mark_of(save(tmp_path, step_name(150), 5)) == 5
-    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [2, 4, 5]
+    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [2, 4, 5]
 
 
 def test_a_checkpoint_that_cannot_be_read_counts_as_the_newest_and_is_not_passed_over(tmp_path):
     save(tmp_path, step_name(2), 2)
     broken = save(tmp_path, step_name(1), 1)
     broken.write_bytes(b"")
-    assert checkpoint.latest(tmp_path) == broken
+    assert checkpoints.latest(tmp_path) == broken
     with pytest.raises(CheckpointError, match="remove it to resume from step-000000000002"):
-        checkpoint.load(broken)
+        checkpoints.load(broken)
     broken.unlink()
     save(tmp_path, step_name(1), 3)
-    assert mark_of(checkpoint.latest(tmp_path)) == 3
+    assert mark_of(checkpoints.latest(tmp_path)) == 3
 
 
 def test_checkpoints_of_versions_without_numbers_are_older_and_in_the_order_of_their_steps(
@@ -177,16 +177,16 @@ def test_checkpoints_of_versions_without_numbers_are_older_and_in_the_order_of_t
         path = save(tmp_path, step_name(steps), steps)
         with safetensors.safe_open(path, framework="np") as file:
             facts = file.metadata()
-        tensors = checkpoint.load(path).tensors
+        tensors = checkpoints.load(path).tensors
         layout = [(n, tensors[n].dtype.str, tensors[n].shape) for n in sorted(tensors)]
         digest = hashlib.sha256(json.dumps([facts["state"], layout]).encode())
         for name in sorted(tensors):
             digest.update(tensors[name].data)
         del facts["number"]
         safetensors.numpy.save_file(tensors, path, facts | {"sha256": digest.hexdigest()})
-    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [3, 20]
+    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [3, 20]
     save(tmp_path, step_name(1), 1)
-    assert [mark_of(path) for path in checkpoint.listing(tmp_path)] == [3, 20, 1]
+    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [3, 20, 1]
 
 
 def test_saving_the_same_name_again_replaces_it(tmp_path):
@@ -202,14 +202,14 @@ def test_files_of_others_are_no_checkpoints_and_stay(tmp_path):
     for name in strangers:
         (tmp_path / "checkpoints" / name).write_text("")
     save(tmp_path, step_name(2))
-    assert len(checkpoint.listing(tmp_path)) == 2
+    assert len(checkpoints.listing(tmp_path)) == 2
     assert set(strangers) < set(files(tmp_path))
 
 
 def test_a_run_may_have_no_checkpoints_yet(tmp_path):
-    assert checkpoint.listing(tmp_path / "nowhere") == []
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.best(tmp_path) is None
+    assert checkpoints.listing(tmp_path / "nowhere") == []
+    assert checkpoints.latest(tmp_path) is None
+    assert checkpoints.best(tmp_path) is None
 
 
 # --- killed at any moment -----------------------------------------------------------------------
@@ -223,7 +223,7 @@ class EveryLine:
         self.lines = 0
 
     def _trace(self, frame, event, arg):
-        if frame.f_code.co_filename not in (checkpoint.__file__, disk.__file__):
+        if frame.f_code.co_filename not in (checkpoints.__file__, disk.__file__):
             return None
         if event == "line":
             self.lines += 1
@@ -248,10 +248,10 @@ def a_run(run_dir):
 
 def assert_whole(run_dir):
     """Nothing of a run is lost: enough steps, a best, and each of them loads."""
-    paths = checkpoint.listing(run_dir)
+    paths = checkpoints.listing(run_dir)
     assert len(paths) >= 3
     assert all(mark_of(path) in (1.0, 2.0) for path in paths)
-    assert mark_of(checkpoint.best(run_dir)) in (1.0, 2.0)
+    assert mark_of(checkpoints.best(run_dir)) in (1.0, 2.0)
 
 
 def copy(run_dir, to):
@@ -380,11 +380,11 @@ SAVER = """
 import itertools, sys
 from pathlib import Path
 import numpy as np
-from zapex.checkpoints import file as checkpoint
+from zapex.run import checkpoints
 for mark in itertools.count(int(sys.argv[2])):
     tensors = {"weights": np.full(100_000, mark)}
-    for name in (checkpoint.step_name(mark), checkpoint.BEST):
-        checkpoint.save(Path(sys.argv[1], 'checkpoints'), name, tensors, {"mark": mark})
+    for name in (checkpoints.step_name(mark), checkpoints.BEST):
+        checkpoints.save(Path(sys.argv[1], 'checkpoints'), name, tensors, {"mark": mark})
     print(mark, flush=True)
 """
 
@@ -400,10 +400,10 @@ def test_sigkill_while_it_saves_and_saves_loses_nothing(tmp_path):
             time.sleep(rng.uniform(0, 0.01))
             process.send_signal(signal.SIGKILL)
             mark = max([mark, *map(int, process.stdout.read().split())])
-        kept = [mark_of(path) for path in checkpoint.listing(tmp_path)]
+        kept = [mark_of(path) for path in checkpoints.listing(tmp_path)]
         assert mark in kept
         assert len(kept) >= 3
-        assert mark_of(checkpoint.best(tmp_path)) in (mark, mark + 1)
+        assert mark_of(checkpoints.best(tmp_path)) in (mark, mark + 1)
 
 
 # --- damaged, foreign, of another schema --------------------------------------------------------
@@ -411,7 +411,7 @@ def test_sigkill_while_it_saves_and_saves_loses_nothing(tmp_path):
 
 def test_a_flipped_bit_anywhere_and_every_lost_tail_is_noticed(tmp_path):
     path = save(tmp_path, step_name(1), 1.0)
-    whole, content = checkpoint.load(path), path.read_bytes()
+    whole, content = checkpoints.load(path), path.read_bytes()
     damaged = [content[:length] for length in range(len(content))] + [content + b"\0", b""]
     bits = np.random.default_rng(0).integers(8, size=len(content))
     for position, bit in enumerate(bits.tolist()):
@@ -422,7 +422,7 @@ def test_a_flipped_bit_anywhere_and_every_lost_tail_is_noticed(tmp_path):
         path.write_bytes(version)
         # The header may end in another kind of white space; nothing else may change unnoticed.
         with contextlib.suppress(CheckpointError):
-            assert same(checkpoint.load(path), whole)
+            assert same(checkpoints.load(path), whole)
 
 
 def test_a_damaged_checkpoint_names_the_one_to_go_on_from(tmp_path):
@@ -434,44 +434,44 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"checksum does not match; remove it to resume from step-0+1"
     ):
-        checkpoint.load(path)
+        checkpoints.load(path)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*best"):
-        checkpoint.load(tmp_path / "best.safetensors")
+        checkpoints.load(tmp_path / "best.safetensors")
 
 
 def test_a_directory_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="cannot read"):
-        checkpoint.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 def test_tensors_of_another_program_are_no_checkpoint(tmp_path):
     path = tmp_path / "theirs.safetensors"
     safetensors.numpy.save_file({"a": np.zeros(3)}, path)
     with pytest.raises(CheckpointError, match="is not a checkpoint of zapex"):
-        checkpoint.load(path)
+        checkpoints.load(path)
 
 
 def test_another_format_names_both(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "FORMAT", "zapex checkpoint 2")
+        patched.setattr(checkpoints, "FORMAT", "zapex checkpoint 2")
         path = save(tmp_path, BEST)
     with pytest.raises(CheckpointError, match=r"'zapex checkpoint 2', but .* 'zapex checkpoint 1'"):
-        checkpoint.load(path)
+        checkpoints.load(path)
 
 
 def test_a_checkpoint_of_another_schema_names_what_it_was_made_for_and_what_is_asked(tmp_path):
     pong = {"env": "ALE/Pong-v5", "obs shape": (4, 84, 84), "actions": np.int64(6)}
-    found = checkpoint.load(save(tmp_path, BEST, schema=pong))
-    checkpoint.check_schema(found, pong)
-    checkpoint.check_schema(found, {"actions": 6})
+    found = checkpoints.load(save(tmp_path, BEST, schema=pong))
+    checkpoints.check_schema(found, pong)
+    checkpoints.check_schema(found, {"actions": 6})
     breakout = pong | {"env": "ALE/Breakout-v5", "actions": 4}
     with pytest.raises(
         CheckpointError,
         match="was made for env ALE/Pong-v5, actions 6; this run has env ALE/Breakout-v5, actions ",
     ):
-        checkpoint.check_schema(found, breakout)
+        checkpoints.check_schema(found, breakout)
     with pytest.raises(CheckpointError, match="frame skip unknown; this run has frame skip None"):
-        checkpoint.check_schema(found, {"frame skip": None})
+        checkpoints.check_schema(found, {"frame skip": None})
