@@ -32,13 +32,12 @@ from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import PeerDied, PeerTimeout
 from zapex.host.metrics import RoleMetrics
-from zapex.machine.child import PARENT_VARIABLE, child_setup
+from zapex.machine.child import PARENT_VARIABLE, child_setup, thread_environment
 from zapex.machine.disk import replace_whole
 from zapex.machine.power import Meter
 from zapex.machine.resources import Machine, cpu_name, hardware_threads
 from zapex.replay.core import ReplayLayout
 from zapex.run.run import Run
-from zapex.run.topology import thread_environment
 
 USUAL_REUSE = 8.0
 """Samples per insert where the settings set no limit: a usual value for DQN."""
@@ -532,6 +531,7 @@ class _Worker:
         from zapex.envs import streams
         from zapex.roles.actor import Actor
         from zapex.roles.values import OwnValues, Pull
+        from zapex.run.topologies import make_policy
 
         envs = order["envs"]
         changes = {"inference": order["inference"], "actors": 1, "envs_per_actor": envs}
@@ -541,7 +541,7 @@ class _Worker:
             self._spec, envs, seed=self._number, num_threads=config.actor.env_threads
         )
         metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "actor", create=True)
-        plan, policy = run.plan, run.policy()
+        plan, policy = run.plan, make_policy(run)
         sink, nbytes = _NoReplay(plan.replay, envs), plan.parameter_bytes
         pull = Pull(policy, _Zeros(), metrics, period=run.param_steps, parameter_bytes=nbytes)
         age = config.actor.max_chunk_age_steps
@@ -576,10 +576,10 @@ class _Worker:
 
     def _learner(self, order: dict[str, Any]) -> Callable[[float], dict[str, float]]:
         from zapex.roles.learner import AtOnce, Trainer
-        from zapex.run.training import pipeline
+        from zapex.run.topologies import make_dqn, pipeline
 
         config, spec = self._config, self._spec
-        dqn = Run(config, spec, Path()).dqn()
+        dqn = make_dqn(Run(config, spec, Path()))
         cuda = dqn.online.device.type == "cuda"
         schema = spec.schema(config.replay.n_step, config.replay.gamma)
         layout = BatchLayout(schema, config.learner.batch_size, channels_last=dqn.channels_last)
