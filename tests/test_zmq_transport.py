@@ -37,9 +37,9 @@ from zapex.net import keys as curve_keys
 from zapex.net.link import HELLO_S
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.sockets import CLIENT_COPIED_BYTES, Dealers, RouterListener, listen, send
-from zapex.wire.control import encode
 from zapex.wire.experience import Push
-from zapex.wire.header import Kind, kind_of
+from zapex.wire.messages import encode
+from zapex.wire.protocol import Kind, kind_of
 from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here

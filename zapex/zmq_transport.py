@@ -22,10 +22,10 @@ from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError, Fenced
 from zapex.host.roster import Routes
 from zapex.net.link import ZmqLink
-from zapex.wire import control as messages
-from zapex.wire.control import BULK, SMALL
+from zapex.wire import messages
 from zapex.wire.experience import Push
-from zapex.wire.header import Kind, as_buffer
+from zapex.wire.messages import BULK, SMALL
+from zapex.wire.protocol import Kind, as_buffer
 
 GONE_S = 10.0  # of silence; longer than the process of a replay takes to start again
 _LOOK_S = 1.0  # a relay that looks less often was busy, and cannot judge a silence

@@ -14,6 +14,7 @@ another. Observations are arrays, as in Atari. System `a2` pushes chunks, each f
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,9 +27,9 @@ from zapex.chunks.schema import Schema
 from zapex.chunks.store import ChunkStore
 from zapex.library.prioritized import PrioritizedReplay
 from zapex.replay.core import ReplayLayout
-from zapex.wire.control import decode, encode
 from zapex.wire.experience import Push, row_columns
-from zapex.wire.header import Form, as_buffer, joined, split
+from zapex.wire.messages import decode, encode
+from zapex.wire.protocol import Form, as_buffer
 
 EXPERIENCE, PARAMETERS, VERSION, BATCHES = (
     "zapex:" + name for name in ("experience", "parameters", "version", "batches")
@@ -37,6 +38,23 @@ _HEAD = struct.Struct("<QI")  # the schema's hash, and how many pairs
 _START_S = 20.0
 _LOOK_S = 0.1  # between two looks for newer parameters
 _WAITING_BYTES = 256 << 20
+
+
+def joined(buffers: Sequence[memoryview]) -> bytes:
+    """A message's buffers as one value, each after its length (u32)."""
+    return b"".join(
+        part for buffer in buffers for part in (buffer.nbytes.to_bytes(4, "little"), buffer)
+    )
+
+
+def split(value: bytes) -> list[memoryview]:
+    """The buffers of a value that `joined` made, as views."""
+    rest, parts = memoryview(value), list[memoryview]()
+    while rest:
+        end = 4 + int.from_bytes(rest[:4], "little")
+        parts.append(rest[4:end])
+        rest = rest[end:]
+    return parts
 
 
 def connect(url: str) -> Any:

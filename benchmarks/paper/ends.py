@@ -22,7 +22,7 @@ from zapex.host.metrics import RoleMetrics
 from zapex.library.prioritized import PrioritizedReplay
 from zapex.net.keys import Security
 from zapex.shm_transport import HostMemory
-from zapex.wire.header import Kind
+from zapex.wire.protocol import Kind
 
 _PHASES = ("insert", "sample", "update")
 _DEADLINE_S = 120.0

@@ -39,7 +39,7 @@ from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.shard_samples import ShardedSampleSource
 from zapex.shm_transport import HostMemory
-from zapex.wire.header import Kind
+from zapex.wire.protocol import Kind
 from zapex.zmq_transport import (
     ChunkSender,
     ShardedChunkSender,

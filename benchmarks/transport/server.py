@@ -30,7 +30,7 @@ from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake
 from zapex.roles.replay_server import ReplayServer
 from zapex.shm_transport import HostMemory, HostPlan
-from zapex.wire.header import Form
+from zapex.wire.protocol import Form
 
 PARAMETER_BYTES = 4 * 3_292_837  # the dueling net of arXiv 2110.13506
 PREFETCH = 2  # batches under way: the default of the setting

@@ -36,10 +36,10 @@ from zapex.net import keys as curve_keys
 from zapex.replay import snapshots
 from zapex.replay.draw import Draw
 from zapex.run import checkpoints
-from zapex.wire import control as m
+from zapex.wire import messages as m
 from zapex.wire.batches import BatchUnpacker
 from zapex.wire.experience import batch_rows, batch_rows_bytes, row_columns
-from zapex.wire.header import Form, Kind, as_buffer, decode_header
+from zapex.wire.protocol import Form, Kind, as_buffer, decode_header
 
 SCHEMA = Schema(
     {

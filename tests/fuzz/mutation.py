@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zapex.wire.header import HEADER, MAGIC, VERSION
+from zapex.wire.protocol import HEADER, MAGIC, VERSION
 
 Blind = Callable[[bytes], bytes]
 """The engine's own mutation of some bytes: coverage-guided where there is an engine for that."""

@@ -26,9 +26,9 @@ from zapex.net.sockets import Received
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake
-from zapex.wire import control as m
-from zapex.wire.calls import Request
-from zapex.wire.header import Form, decode_header
+from zapex.wire import messages as m
+from zapex.wire.messages import Request
+from zapex.wire.protocol import Form, decode_header
 
 _ACTORS, _STREAMS, _MOST = 2, 2, 24
 

@@ -41,7 +41,7 @@ from zapex.library import handle
 from zapex.library.handle_client import HandleLink
 from zapex.library.handle_server import HandleServer
 from zapex.replay.core import ReplayLayout
-from zapex.wire.calls import Request
+from zapex.wire.messages import Request
 
 pytestmark = pytest.mark.timeout(100)
 DEADLINE_S = 60.0  # a busy machine is no failure

@@ -32,7 +32,7 @@ from zapex.errors import (
     Refused,
     SchemaError,
 )
-from zapex.wire.header import COMPRESSED, Kind
+from zapex.wire.protocol import COMPRESSED, Kind
 
 pytestmark = pytest.mark.timeout(110)
 DEADLINE_S = 60.0  # a busy machine is no failure

@@ -14,8 +14,8 @@ from zapex.library.url_link import CONFIG, form_of
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.replay.core import ReplayLayout
-from zapex.wire import control as m
-from zapex.wire.calls import Call, Request
+from zapex.wire import messages as m
+from zapex.wire.messages import Call, Request
 
 DEADLINE_S = 60.0
 

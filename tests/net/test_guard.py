@@ -36,11 +36,10 @@ from zapex.library.url_handler import CallHandler
 from zapex.net import server as net_server
 from zapex.net import sockets as net_sockets
 from zapex.net.server import own_bytes
-from zapex.net.sessions import MAY_SEND
 from zapex.replay.limiter import LimiterConfig, RateLimiter
-from zapex.wire import control as m
-from zapex.wire.calls import Call, Request
-from zapex.wire.header import Kind, as_buffer
+from zapex.wire import messages as m
+from zapex.wire.messages import Call, Request
+from zapex.wire.protocol import MAY_SEND, Kind, as_buffer
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from zapex.errors import ConfigError, Refused
 from zapex.net import keys as curve_keys
 from zapex.net.keys import Security
 from zapex.run import preflight
-from zapex.wire.header import MAGIC, MAX_BUFFERS
+from zapex.wire.protocol import MAGIC, MAX_BUFFERS
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 

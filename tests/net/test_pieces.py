@@ -19,10 +19,10 @@ from zapex.net.replay_ends import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.sessions import Session
 from zapex.replay.draw import Draw
-from zapex.wire import control as m
+from zapex.wire import messages as m
 from zapex.wire.batches import BatchPacker, BatchUnpacker, packed_bytes
-from zapex.wire.control import SMALL
-from zapex.wire.header import Form, Kind
+from zapex.wire.messages import SMALL
+from zapex.wire.protocol import Form, Kind
 
 ROWS, BETA = 10, 0.4
 

@@ -20,10 +20,10 @@ from tests.support.transport_rigs import (
 )
 from zapex.chunks.layout import COUNT, STREAM, ChunkLayout
 from zapex.chunks.schema import Column, Schema
-from zapex.wire import control as m
-from zapex.wire import header
-from zapex.wire.control import BULK
-from zapex.wire.header import Form, Kind
+from zapex.wire import messages as m
+from zapex.wire import protocol
+from zapex.wire.messages import BULK
+from zapex.wire.protocol import Form, Kind
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
@@ -116,7 +116,7 @@ def test_a_group_ends_where_credit_ends_and_where_another_life_begins() -> None:
 
 
 def test_what_comes_one_behind_another_is_acknowledged_once() -> None:
-    with mock.patch.object(header, "PUSH_BYTES", 1):  # each push one chunk
+    with mock.patch.object(protocol, "PUSH_BYTES", 1):  # each push one chunk
         server, relay, accounts = pair()
     said, take = [], relay.link.handlers[Kind.ACK]
     relay.link.handlers[Kind.ACK] = lambda ack: (said.append(ack), take(ack))

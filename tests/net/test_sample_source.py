@@ -16,9 +16,9 @@ from zapex.chunks.layout import BatchLayout
 from zapex.errors import BadMessage
 from zapex.net.sockets import Dealers
 from zapex.replay.draw import Draw
-from zapex.wire import control as m
+from zapex.wire import messages as m
 from zapex.wire.batches import BatchUnpacker
-from zapex.wire.header import Kind, kind_of
+from zapex.wire.protocol import Kind, kind_of
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 

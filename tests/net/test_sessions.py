@@ -7,7 +7,7 @@ from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import HEADER_WORDS
 from zapex.host.roster import Roster
 from zapex.net.sessions import Session, Sessions
-from zapex.wire.control import Error, Hello
+from zapex.wire.messages import Error, Hello
 
 CONFIG = {"gamma": 0.99}
 

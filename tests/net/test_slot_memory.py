@@ -31,8 +31,8 @@ from zapex.chunks.store import ChunkStore
 from zapex.fstack.zmtp import Connection, Null
 from zapex.net import keys as curve_keys
 from zapex.net.keys import RoleKeys, Security
-from zapex.wire import control as m
-from zapex.wire.header import Buffer
+from zapex.wire import messages as m
+from zapex.wire.protocol import Buffer
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 LIFE = 5

@@ -13,8 +13,8 @@ from zapex.net.sessions import Session
 from zapex.net.statistics import StatsHandler, StatsReader
 from zapex.replay.core import ReplayLayout
 from zapex.shm_transport import HostMemory
-from zapex.wire.control import REPLAY, Stats
-from zapex.wire.header import Kind, as_buffer
+from zapex.wire.messages import REPLAY, Stats
+from zapex.wire.protocol import Kind, as_buffer
 
 ACTORS = 2
 

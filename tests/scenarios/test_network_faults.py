@@ -40,11 +40,10 @@ from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
-from zapex.net.sessions import MAY_SEND
 from zapex.transport import Incarnation
-from zapex.wire import control as m
-from zapex.wire import header as message_header
-from zapex.wire.header import Kind
+from zapex.wire import messages as m
+from zapex.wire import protocol as message_header
+from zapex.wire.protocol import MAY_SEND, Kind
 from zapex.zmq_transport import ZmqParameterSink, ZmqParameterSource
 
 STREAMS = 2

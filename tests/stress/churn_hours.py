@@ -29,7 +29,7 @@ from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import HEADER_WORDS
 from zapex.host.roster import NO_HOST, Roster
 from zapex.net.sessions import Session, Sessions
-from zapex.wire.control import Error, Fault, Hello
+from zapex.wire.messages import Error, Fault, Hello
 
 _CONFIG = {"gamma": 0.99}
 _SILENT_S, _STARTS_S = 10.0, 60.0  # as docs/wire_protocol.md says

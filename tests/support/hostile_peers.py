@@ -28,8 +28,8 @@ import numpy as np
 import zmq
 
 from zapex.errors import ZapexError
-from zapex.wire import control as m
-from zapex.wire.header import Kind, RawMessage
+from zapex.wire import messages as m
+from zapex.wire.protocol import Kind, RawMessage
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from zapex.chunks.schema import Schema
-from zapex.wire import control as m
-from zapex.wire.header import as_buffer
+from zapex.wire import messages as m
+from zapex.wire.protocol import as_buffer
 
 
 def examples(

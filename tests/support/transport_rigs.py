@@ -33,7 +33,7 @@ from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake
 from zapex.shm_transport import HostMemory
 from zapex.transport import Incarnation, Sampled
-from zapex.wire.header import Form
+from zapex.wire.protocol import Form
 from zapex.zmq_transport import ChunkSender, ZmqParameterSink, ZmqParameterSource
 
 DEADLINE_S = 100.0  # a busy machine is no failure

@@ -12,9 +12,10 @@ from tests.wire.test_messages import FORM, LAYOUT, SCHEMA, chunk, examples
 from zapex.chunks.layout import ChunkLayout
 from zapex.chunks.schema import Column, Schema
 from zapex.errors import BadMessage
-from zapex.wire import control as m
+from zapex.wire import messages as m
 from zapex.wire.experience import claimed_push
-from zapex.wire.header import (
+from zapex.wire.messages import MAX_TEXT_BYTES
+from zapex.wire.protocol import (
     MAX_ACTORS,
     MAX_BUFFERS,
     MAX_COUNT,
@@ -23,11 +24,8 @@ from zapex.wire.header import (
     RawMessage,
     as_buffer,
     decode_header,
-    joined,
     kind_of,
-    split,
 )
-from zapex.wire.message import MAX_TEXT_BYTES
 
 
 def raw(name: str, **words: object) -> RawMessage:
@@ -100,15 +98,6 @@ def test_the_claimed_kind_is_read_without_the_bit_of_compression() -> None:
     push = examples()["push"]
     for compressed in (False, True):
         assert kind_of(m.encode(push, compressed)) == Kind.PUSH
-
-
-def test_parts_behind_their_lengths_are_taken_apart_as_they_were_joined() -> None:
-    for parts in ([], [b""], [b"abc", b"", b"x" * 300], [b"a"] * MAX_BUFFERS):
-        whole = joined([as_buffer(part) for part in parts])
-        assert [bytes(part) for part in split(whole)] == parts
-    for bad in (b"\1", b"\0\0\0", b"\4\0\0\0abc", joined([as_buffer(b"a")] * (MAX_BUFFERS + 1))):
-        with pytest.raises(BadMessage, match=f"1 to {MAX_BUFFERS} parts behind their lengths"):
-            split(bad)
 
 
 def test_settings_have_as_many_bytes_items_and_tables_as_may_be() -> None:

@@ -24,9 +24,9 @@ from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
 from zapex.errors import BadMessage, ConfigError, OtherVersion, Refused
 from zapex.net.sample_source import ZmqSampleSource
-from zapex.wire import control as m
+from zapex.wire import messages as m
 from zapex.wire.compression import check_installed, compress, decompress
-from zapex.wire.header import COMPRESSED, HEADER, RawMessage
+from zapex.wire.protocol import COMPRESSED, HEADER, RawMessage
 
 MOST = 1 << 16
 

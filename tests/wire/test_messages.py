@@ -20,9 +20,9 @@ from zapex.chunks.layout import COUNT, NO_FRAME, STREAM, BatchLayout, ChunkLayou
 from zapex.chunks.schema import Column, Schema
 from zapex.errors import BadMessage, ConfigError
 from zapex.replay.draw import Draw
-from zapex.wire import control as m
+from zapex.wire import messages as m
 from zapex.wire.batches import BatchPacker, BatchUnpacker, check_batch_size, packed_bytes
-from zapex.wire.header import (
+from zapex.wire.protocol import (
     HEADER,
     MAX_BUFFERS,
     VERSION,

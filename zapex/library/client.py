@@ -14,7 +14,7 @@ from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError, ReplayError
 from zapex.library.interface import ReplayInterface, SlotProvider
 from zapex.library.writer import Autoreset, Writer
-from zapex.wire.calls import Request
+from zapex.wire.messages import Request
 
 
 class Answer(NamedTuple):

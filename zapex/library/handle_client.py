@@ -37,7 +37,7 @@ from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS, Draw
 from zapex.shm_ring import FULL
 from zapex.sumtree_numba import Method
-from zapex.wire.calls import Request
+from zapex.wire.messages import Request
 
 _LOOK_S = 0.1  # between two checks that the owner lives, for calls that do not wait
 _MAP_STEP_BYTES = 16 << 20

@@ -32,7 +32,7 @@ from zapex.machine.jit import kernel
 from zapex.machine.segment import Populator, Segment, peer_of, send_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, spin_seconds
 from zapex.replay.draw import METHODS
-from zapex.wire.calls import Request
+from zapex.wire.messages import Request
 
 if TYPE_CHECKING:
     from zapex.library.owner import OwnedReplay

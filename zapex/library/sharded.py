@@ -31,7 +31,7 @@ from zapex.net.keys import Security
 from zapex.replay.draw import METHODS, Draw
 from zapex.replay.shards import MOST_SHARDS, Part, Shares, check_method, share_out
 from zapex.sumtree_numba import Method
-from zapex.wire.calls import PRESENT, Call, Reply, Request
+from zapex.wire.messages import PRESENT, Call, Reply, Request
 
 _FRESH_S = 1.0  # what a shard has said of itself is asked anew after this time
 _LEAST_TIMEOUT_S = 1.5

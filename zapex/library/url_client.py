@@ -30,11 +30,10 @@ from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import METHODS, Draw
 from zapex.sumtree_numba import Method
 from zapex.wire.batches import BatchUnpacker
-from zapex.wire.calls import Call, Reply, Request
 from zapex.wire.compression import check_installed
-from zapex.wire.control import SMALL, Welcome
 from zapex.wire.experience import BatchMessage
-from zapex.wire.header import Kind
+from zapex.wire.messages import SMALL, Call, Reply, Request, Welcome
+from zapex.wire.protocol import Kind
 
 _AGAIN_S = 2.0  # without an answer for this long, the call is sent again
 

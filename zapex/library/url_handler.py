@@ -15,10 +15,9 @@ from zapex.net.sessions import Session
 from zapex.replay.draw import METHODS
 from zapex.replay.limiter import RateLimiter
 from zapex.wire.batches import BatchPacker, packed_bytes
-from zapex.wire.calls import PRESENT, Call, Reply, Request
 from zapex.wire.compression import check_compresses
-from zapex.wire.control import BULK, SMALL
-from zapex.wire.header import Kind, as_buffer
+from zapex.wire.messages import BULK, PRESENT, SMALL, Call, Reply, Request
+from zapex.wire.protocol import Kind, as_buffer
 
 _MOST_CALLS = 64  # calls of one client that may wait
 

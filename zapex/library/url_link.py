@@ -23,9 +23,8 @@ from zapex.library.client import ProcessLock
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.replay.core import ReplayLayout
-from zapex.wire.calls import most_rows
-from zapex.wire.control import Bye, Welcome
-from zapex.wire.header import Form
+from zapex.wire.messages import Bye, Welcome, most_rows
+from zapex.wire.protocol import Form
 from zapex.zmq_transport import ChunkSender
 
 CONFIG = {"library": 1}

@@ -13,10 +13,9 @@ from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused,
 from zapex.machine.waiting import rest_until
 from zapex.net.keys import Security
 from zapex.net.sockets import Dealers, Tracker
-from zapex.wire import control as messages
-from zapex.wire.control import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
-from zapex.wire.header import Form, Kind, kind_of
-from zapex.wire.message import Message
+from zapex.wire import messages
+from zapex.wire.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
+from zapex.wire.protocol import Form, Kind, Message, kind_of
 
 HELLO_S = 1.0
 SILENT_S = 5.0  # long enough for a live host that has more work than cores

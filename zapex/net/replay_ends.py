@@ -25,15 +25,15 @@ from zapex.errors import BadMessage
 from zapex.host.roster import NO_HOST
 from zapex.machine.mailbox import Mailbox
 from zapex.net.server import End, LinkServer
-from zapex.net.sessions import MAY_SEND, Session
+from zapex.net.sessions import Session
 from zapex.replay.draw import Draw
 from zapex.transport import Incarnation
-from zapex.wire import control as messages
+from zapex.wire import messages
 from zapex.wire.batches import BatchPacker, check_batch_size, packed_bytes
 from zapex.wire.compression import check_compresses
-from zapex.wire.control import BULK, SMALL
 from zapex.wire.experience import Push, claimed_push
-from zapex.wire.header import Buffer, Kind, as_buffer
+from zapex.wire.messages import BULK, SMALL
+from zapex.wire.protocol import MAY_SEND, Buffer, Kind, as_buffer
 
 _UNACKNOWLEDGED = 16  # chunks that may be committed before an ack is sent
 _MOST_REQUESTS = 64

@@ -23,11 +23,11 @@ from zapex.errors import BadMessage
 from zapex.net.link import ZmqLink
 from zapex.replay.draw import Draw
 from zapex.transport import Sampled
-from zapex.wire import control as messages
+from zapex.wire import messages
 from zapex.wire.batches import BatchUnpacker, check_batch_size, packed_bytes
-from zapex.wire.control import MOST_PIECES, SMALL, Sample, Update, UpdateAck, Welcome
 from zapex.wire.experience import BatchMessage
-from zapex.wire.header import Form, Kind
+from zapex.wire.messages import MOST_PIECES, SMALL, Sample, Update, UpdateAck, Welcome
+from zapex.wire.protocol import Form, Kind
 
 _UPDATES = 16  # updates that may be in flight
 _DEADLINE_S = 60.0  # for the separate thread, whose work takes milliseconds

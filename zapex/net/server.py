@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from zapex.errors import BadMessage, ConfigError, OtherVersion, PeerError
 from zapex.host.roster import Roster
 from zapex.machine.waiting import rest_until
-from zapex.net.sessions import MAY_SEND, Session, Sessions
+from zapex.net.sessions import Session, Sessions
 from zapex.net.sockets import Listener, Received, Tracker
-from zapex.wire import control as messages
-from zapex.wire.control import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
-from zapex.wire.header import Buffer, Form, Kind
-from zapex.wire.message import Message
+from zapex.wire import messages
+from zapex.wire.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
+from zapex.wire.protocol import MAY_SEND, Buffer, Form, Kind, Message
 
 _AT_MOST = 256  # messages taken in before the duty cycle continues
 _ERRORS_PER_S = 100.0

@@ -7,19 +7,12 @@ from typing import Any
 
 from zapex.errors import BadMessage
 from zapex.host.roster import NO_HOST, Roster
-from zapex.wire.control import Error, Fault, Hello, Sample
-from zapex.wire.header import Form, Kind
+from zapex.wire.messages import Error, Fault, Hello, Sample
+from zapex.wire.protocol import Form
 
 _SESSION_S = 10.0  # after this much silence a host may lose its actor numbers
 _START_S = 60.0  # the same for a host that has said only hello: its processes are starting
 _WRITERS = ("relay", "client")  # these roles have actor numbers and push chunks
-MAY_SEND = {
-    "relay": {Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.STATS, Kind.BYE},
-    "learner": {Kind.HELLO, Kind.SAMPLE, Kind.UPDATE, Kind.PUBLISH, Kind.PULL, Kind.STATS,
-                Kind.BYE},
-    "reader": {Kind.HELLO, Kind.PULL, Kind.BYE},
-    "client": {Kind.HELLO, Kind.PUSH, Kind.CALL, Kind.BYE},
-}  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from zapex.machine.tcp import (
 )
 from zapex.net import addresses
 from zapex.net.keys import SERVER, RoleKeys, Security
-from zapex.wire.header import MAX_BUFFERS, Buffer
+from zapex.wire.protocol import MAX_BUFFERS, Buffer
 
 _DOMAIN = b"zapex"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"

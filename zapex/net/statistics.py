@@ -19,8 +19,8 @@ from zapex.net.link import ZmqLink
 from zapex.net.server import End, LinkServer
 from zapex.net.sessions import Session
 from zapex.shm_transport import HostMemory
-from zapex.wire.control import LEARNER, MAX_EPISODES, REPLAY, SMALL, Stats, Welcome
-from zapex.wire.header import Kind, as_buffer
+from zapex.wire.messages import LEARNER, MAX_EPISODES, REPLAY, SMALL, Stats, Welcome
+from zapex.wire.protocol import Kind, as_buffer
 
 PERIOD_S = 1.0
 SILENT_S = 10.0  # a host that is silent for this long counts as gone

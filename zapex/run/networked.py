@@ -51,7 +51,7 @@ from zapex.run.topologies import (
 )
 from zapex.shm_transport import HostMemory
 from zapex.transport import ChunkLink, ParameterSink, SampleSink, SampleSource
-from zapex.wire.control import LEARNER, Bye, Welcome
+from zapex.wire.messages import LEARNER, Bye, Welcome
 from zapex.zmq_transport import (
     ChunkSender,
     ShardedChunkSender,

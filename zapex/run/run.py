@@ -18,7 +18,7 @@ from zapex.machine.exchange import ExchangeShape
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.run.network import parameters
-from zapex.wire.header import Form
+from zapex.wire.protocol import Form
 
 NOT_ACTORS = 1 << 32  # random streams of roles that are not actors start here
 

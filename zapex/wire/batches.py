@@ -26,7 +26,7 @@ from zapex.machine.jit import kernel
 from zapex.machine.memory import align, lay_out
 from zapex.replay.draw import Draw
 from zapex.wire.experience import BatchMessage, batch_rows, batch_rows_bytes
-from zapex.wire.header import as_buffer
+from zapex.wire.protocol import as_buffer
 
 # A large odd number: a hash for bodies far apart and frames close together.
 _SPREAD = 0x9E3779B97F4A7C1

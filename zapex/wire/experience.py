@@ -3,9 +3,9 @@
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from zapex.errors import BadMessage
 from zapex.machine.atomics import copy_bytes
 from zapex.machine.jit import kernel
 from zapex.replay.draw import Draw
-from zapex.wire.header import (
+from zapex.wire.protocol import (
     HEADER,
     MAX_ACTORS,
     Buffer,
@@ -25,7 +25,6 @@ from zapex.wire.header import (
     RawMessage,
     as_buffer,
 )
-from zapex.wire.message import Body, Message, word
 
 
 @kernel
@@ -146,8 +145,8 @@ class PushedChunk(NamedTuple):
     rows_at: int
 
 
-def _read_chunks(raw: RawMessage, form: Form) -> tuple[Any, ...]:
-    """`chunks` and `body`; rows refer only to frames that came with their chunk."""
+def _read_chunks(raw: RawMessage, form: Form) -> tuple[PushedChunk, ...]:
+    """The chunks of a push; their rows refer only to frames that came with them."""
     _check_schema(raw, form)
     layout, count, body = form.layout, raw.value, raw.body
     if not 1 <= count <= form.most_pushed:
@@ -171,13 +170,11 @@ def _read_chunks(raw: RawMessage, form: Form) -> tuple[Any, ...]:
     _check_lengths(raw, layout.schema, first_frame, at)
     for chunk in pushed:
         _check_frames(body[-1], chunk.rows_at, chunk.rows, chunk.frames, layout.schema)
-    return tuple(pushed), body
+    return tuple(pushed)
 
 
-class Push(
-    Message, kind=Kind.PUSH, body=Body(lambda m: m.body, _read_chunks),
-    value=lambda m: len(m.chunks), rows=lambda m: sum(chunk.rows for chunk in m.chunks),
-):  # fmt: skip
+@dataclass(frozen=True)
+class Push:
     """Closed chunks of one actor with consecutive sequences: the used part of each column.
 
     sequence: the first chunk's. more: another push of the actor follows at once. body: for each
@@ -185,19 +182,46 @@ class Push(
     rows of every other column, one column after another, chunk by chunk.
     """
 
-    schema: int = word("schema")
-    actor: int = word("number", 0, MAX_ACTORS - 1)
-    incarnation: int = word("incarnation")
-    sequence: int = word("sequence")
-    more: bool = word("frames", 0, 1, to=bool)
+    kind: ClassVar = Kind.PUSH
+    schema: int
+    actor: int
+    incarnation: int
+    sequence: int
+    more: bool
     chunks: tuple[PushedChunk, ...]
     body: tuple[Buffer, ...] = field(repr=False)
 
+    def raw(self) -> RawMessage:
+        return RawMessage(
+            self.kind,
+            self.schema,
+            self.incarnation,
+            self.sequence,
+            value=len(self.chunks),
+            number=self.actor,
+            rows=sum(chunk.rows for chunk in self.chunks),
+            frames=self.more,
+            body=self.body,
+        )
+
+    @classmethod
+    def read(cls, raw: RawMessage, form: Form) -> Self:
+        actor, more = raw.within("number", 0, MAX_ACTORS - 1), bool(raw.within("frames", 0, 1))
+        chunks = _read_chunks(raw, form)
+        return cls(raw.schema, actor, raw.incarnation, raw.sequence, more, chunks, raw.body)
+
     @classmethod
     def of_chunks(
-        cls, layout: ChunkLayout, memory: NDArray[np.uint8], chunks: Sequence[tuple[int, int, int]],
-        *, actor: int, incarnation: int, sequence: int, more: bool = False,
-    ) -> "Push":  # fmt: skip
+        cls,
+        layout: ChunkLayout,
+        memory: NDArray[np.uint8],
+        chunks: Sequence[tuple[int, int, int]],
+        *,
+        actor: int,
+        incarnation: int,
+        sequence: int,
+        more: bool = False,
+    ) -> Self:
         """Chunks in `memory`: (first byte of the body, stream, rows) of each.
 
         The frames of a single chunk are not copied. Frames of several, small chunks are joined.
@@ -230,9 +254,14 @@ class Push(
         )
 
     def write(
-        self, number: int, layout: ChunkLayout, memory: NDArray[np.uint8], base: int, *,
+        self,
+        number: int,
+        layout: ChunkLayout,
+        memory: NDArray[np.uint8],
+        base: int,
+        *,
         frames: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy the whole chunk `number` of this push into the body at byte `base` of `memory`.
 
         frames: False if the observations are there already.
@@ -260,8 +289,8 @@ def claimed_push(head: Buffer, form: Form) -> tuple[int, int, int] | None:
     return actor, incarnation, sequence
 
 
-def _read_batch(raw: RawMessage, form: Form) -> tuple[Any, ...]:
-    """`body`; every row refers only to frames that came."""
+def _check_batch(raw: RawMessage, form: Form) -> None:
+    """Raise BadMessage for a batch with impossible numbers, or rows without their frames."""
     _check_schema(raw, form)
     schema, rows, frames = form.schema, raw.rows, raw.frames
     if not 1 <= rows <= form.batch_size:
@@ -279,10 +308,10 @@ def _read_batch(raw: RawMessage, form: Form) -> tuple[Any, ...]:
         raise BadMessage("a leaf that was drawn is positive and finite")
     if not (0.0 < draw.total < math.inf and 0.0 < draw.smallest < math.inf):
         raise BadMessage("the total and the smallest leaf are positive and finite")
-    return (raw.body,)
 
 
-class BatchMessage(Message, kind=Kind.BATCH, body=Body(lambda m: m.body, _read_batch)):
+@dataclass(frozen=True)
+class BatchMessage:
     """One sampled batch, or a piece of one, each frame once.
 
     epoch: of the memory. live: transitions in it when the batch was drawn. first: the place of the
@@ -290,14 +319,42 @@ class BatchMessage(Message, kind=Kind.BATCH, body=Body(lambda m: m.body, _read_b
     of `batch_rows`.
     """
 
-    schema: int = word("schema")
-    epoch: int = word("value")
-    sequence: int = word("sequence")
-    live: int = word("incarnation")
-    rows: int = word("rows")
-    frames: int = word("frames")
-    first: int = word("number")
+    kind: ClassVar = Kind.BATCH
+    schema: int
+    epoch: int
+    sequence: int
+    live: int
+    rows: int
+    frames: int
+    first: int
     body: tuple[Buffer, ...] = field(repr=False)
+
+    def raw(self) -> RawMessage:
+        return RawMessage(
+            self.kind,
+            self.schema,
+            incarnation=self.live,
+            sequence=self.sequence,
+            value=self.epoch,
+            number=self.first,
+            rows=self.rows,
+            frames=self.frames,
+            body=self.body,
+        )
+
+    @classmethod
+    def read(cls, raw: RawMessage, form: Form) -> Self:
+        _check_batch(raw, form)
+        return cls(
+            raw.schema,
+            raw.value,
+            raw.sequence,
+            raw.incarnation,
+            raw.rows,
+            raw.frames,
+            raw.number,
+            raw.body,
+        )
 
     @property
     def draw(self) -> Draw:

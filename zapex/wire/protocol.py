@@ -1,4 +1,4 @@
-"""The header of every message between hosts, and what both ends know before it.
+"""What both ends of a link agree on: the kinds of messages, who may send them, their header.
 
 Little-endian, 64 bytes (docs/wire_protocol.md says what the fields mean in each kind):
 
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from zapex.chunks.layout import ChunkLayout
 from zapex.chunks.limits import Limits
@@ -60,6 +60,24 @@ class Kind(IntEnum):
     ERROR = 15
     CALL = 16
     REPLY = 17
+
+
+ROLES = ("relay", "learner", "reader", "client")
+MAY_SEND = {
+    "relay": {Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.STATS, Kind.BYE},
+    "learner": {
+        Kind.HELLO,
+        Kind.SAMPLE,
+        Kind.UPDATE,
+        Kind.PUBLISH,
+        Kind.PULL,
+        Kind.STATS,
+        Kind.BYE,
+    },
+    "reader": {Kind.HELLO, Kind.PULL, Kind.BYE},
+    "client": {Kind.HELLO, Kind.PUSH, Kind.CALL, Kind.BYE},
+}
+"""What a client may send to a replay, by its role."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +127,7 @@ class Form:
 
 
 def as_buffer(data: Any) -> Buffer:
+    """Contiguous data as bytes, without a copy."""
     return memoryview(data).cast("B")
 
 
@@ -127,17 +146,21 @@ class RawMessage:
     body: tuple[Buffer, ...] = field(default=(), repr=False)
     compressed: bool = False
 
+    def within(self, word: str, least: int, most: int) -> int:
+        """A word of the header. Raises BadMessage if it is not `least` to `most`."""
+        value: int = getattr(self, word)
+        if not least <= value <= most:
+            raise BadMessage(f"{word} of {self.kind.name} must be {least} to {most}, got {value}")
+        return value
+
     def encode(self, compressed: bool = False) -> list[Buffer]:
         """The buffers to send: the header, and the body as it is, or a compressed copy."""
         body = compress(self.body) if compressed else self.body
         kind = self.kind | COMPRESSED if compressed else self.kind
         body_bytes = sum(buffer.nbytes for buffer in body)
-        # fmt: off
-        head = HEADER.pack(
-            MAGIC, VERSION, kind, self.schema, self.incarnation, self.sequence, self.value,
-            body_bytes, self.number, self.rows, self.frames, 0,
-        )[:-4]
-        # fmt: on
+        words = self.schema, self.incarnation, self.sequence, self.value, body_bytes
+        head = HEADER.pack(MAGIC, VERSION, kind, *words, self.number, self.rows, self.frames, 0)
+        head = head[:-4]
         crc = _crc(head, body)
         return [memoryview(head + crc.to_bytes(4, "little")), *body]
 
@@ -147,25 +170,6 @@ def _crc(head: bytes | Buffer, body: Sequence[Buffer]) -> int:
     for buffer in body:
         crc = crc32(buffer, crc)
     return crc
-
-
-def joined(buffers: Sequence[Buffer]) -> bytes:
-    """A message's buffers as one value, each behind its length (u32)."""
-    return b"".join(
-        part for buffer in buffers for part in (buffer.nbytes.to_bytes(4, "little"), buffer)
-    )
-
-
-def split(value: bytes | Buffer) -> list[Buffer]:
-    """The buffers of a value that `joined` made, as views. Raises BadMessage."""
-    rest, parts = memoryview(value), list[Buffer]()
-    while rest:
-        nbytes = int.from_bytes(rest[:4], "little")
-        if len(parts) == MAX_BUFFERS or rest.nbytes < 4 + nbytes:
-            raise BadMessage(f"the value is not 1 to {MAX_BUFFERS} parts behind their lengths")
-        parts.append(rest[4 : 4 + nbytes])
-        rest = rest[4 + nbytes :]
-    return parts
 
 
 def kind_of(buffers: Sequence[Any]) -> int:
@@ -180,10 +184,8 @@ def decode_header(buffers: Sequence[Any]) -> RawMessage:
     head, *body = [as_buffer(buffer) for buffer in buffers]
     if head.nbytes != HEADER.size:
         raise BadMessage(f"a header has {HEADER.size} bytes, got {head.nbytes}")
-    # fmt: off
-    (magic, version, kind, schema, incarnation, sequence, value, body_bytes, number, rows,
-     frames, crc) = HEADER.unpack(head)
-    # fmt: on
+    magic, version, kind, schema, *words, crc = HEADER.unpack(head)
+    incarnation, sequence, value, body_bytes, number, rows, frames = words
     if magic != MAGIC:
         raise BadMessage(f"a header starts with {MAGIC!r}, got {magic!r}")
     if version != VERSION:
@@ -201,6 +203,27 @@ def decode_header(buffers: Sequence[Any]) -> RawMessage:
     if _crc(head[:-4], body) != crc:
         raise BadMessage("the checksum is wrong")
     return RawMessage(
-        Kind(kind), schema, incarnation, sequence, value, number, rows, frames, tuple(body),
+        Kind(kind),
+        schema,
+        incarnation,
+        sequence,
+        value,
+        number,
+        rows,
+        frames,
+        tuple(body),
         compressed,
-    )  # fmt: skip
+    )
+
+
+class Message(Protocol):
+    """A message of one kind, as its class in messages.py or experience.py."""
+
+    kind: ClassVar[Kind]
+
+    def raw(self) -> RawMessage:
+        """The header's words and the body's buffers."""
+
+    @classmethod
+    def read(cls, raw: RawMessage, form: Form) -> "Message":
+        """The message, fully checked. Raises BadMessage."""
