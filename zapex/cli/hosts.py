@@ -1,10 +1,10 @@
 """`zapex replay`, `actor`, `learner` and `keygen`: a run on many hosts."""
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import parse
 from zapex.cli.resolve import Options, Resolved, findings, prepared, resolve
@@ -28,11 +28,11 @@ class _HostOptions(Options):
     """Use no keys: every machine on the network can then read and change everything."""
 
 
+_FSTACK = ("fstack_lib", "fstack_conf", "fstack_eal")
+
+
 def _variable(name: str) -> str:
-    return os.environ.get(f"ZAPEX_FSTACK_{name}", "")
-
-
-_FSTACK_LIB, _FSTACK_CONF, _FSTACK_EAL = (partial(_variable, n) for n in ("LIB", "CONF", "EAL"))
+    return os.environ.get(f"ZAPEX_{name.upper()}", "")
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class _ReplayOptions(_HostOptions):
     """Number of this replay, from 0; shard 0 assigns actor numbers and keeps the parameters."""
     network_memory: int = 1024
     """MiB for messages in flight; beyond this, the peers that hold most are disconnected."""
-    fstack_lib: str = field(default_factory=_FSTACK_LIB)
+    fstack_lib: str = field(default_factory=partial(_variable, "fstack_lib"))
     """With fstack://: F-Stack's shared library; or set ZAPEX_FSTACK_LIB."""
-    fstack_conf: str = field(default_factory=_FSTACK_CONF)
+    fstack_conf: str = field(default_factory=partial(_variable, "fstack_conf"))
     """With fstack://: F-Stack's configuration; or set ZAPEX_FSTACK_CONF."""
-    fstack_eal: str = field(default_factory=_FSTACK_EAL)
+    fstack_eal: str = field(default_factory=partial(_variable, "fstack_eal"))
     """With fstack://: arguments for DPDK, e.g. --fstack-eal="--no-pci --vdev=..."; or set
     ZAPEX_FSTACK_EAL."""
 
@@ -118,10 +118,8 @@ def command(name: str, args: list[str], wrap: str = "") -> int:
         what = "Serve a replay without an environment; clients use zapex.connect(URL, schema=FILE)."
         from zapex.library.url_service import LibraryConfig, serve_library
 
-        default = LibraryConfig(
-            "", DEFAULT_URL, fstack_lib=_FSTACK_LIB(), fstack_conf=_FSTACK_CONF(),
-            fstack_eal=_FSTACK_EAL(),
-        )  # fmt: skip
+        fstack: dict[str, Any] = {name: _variable(name) for name in _FSTACK}
+        default = LibraryConfig("", DEFAULT_URL, **fstack)
         return serve_library(parse(default, args, name, what))
     part = _chosen(part, args)
     run = _resolved(part, args, name, WHAT[name])
@@ -155,52 +153,48 @@ def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
 def _membership(run: Resolved, part: Part) -> "Membership":
     """How this host takes part in the run, checked. Raises ConfigError."""
     from zapex.net import addresses
-    from zapex.net.addresses import check_free
     from zapex.run.networked import security_of
     from zapex.run.run import Membership
     from zapex.wire.compression import check_installed
 
-    more, flag = run.more, f"--{part.address}"
-    url = getattr(more, part.address)
-    # A resumed run takes its own learner's place; its directory has a lock.
-    take_over = getattr(more, "take_over", False) or bool(run.config.run.resume)
+    more, flag, urls = run.more, f"--{part.address}", _urls(run.more, part)
+    own: dict[str, Any]
+    if part.listens:
+        own = {name: getattr(more, name) for name in ("shard", "shards", *_FSTACK)}
+        own["network_memory_bytes"] = more.network_memory << 20
+    else:
+        # A resumed run takes its own learner's place; its directory has a lock.
+        take_over = part.learns and (more.take_over or bool(run.config.run.resume))
+        own = {"shards": len(urls), "compress": more.compress, "take_over": take_over}
+        own["urls"] = urls if len(urls) > 1 else ()
     membership = Membership(
-        part.name, url, keys=more.keys, insecure_network=more.insecure_network,
-        compress=getattr(more, "compress", False),
-        take_over=take_over and part.learns and not part.listens,
-    )  # fmt: skip
+        part.name, urls[0], keys=more.keys, insecure_network=more.insecure_network, **own
+    )
     if membership.compress:
         check_installed("--compress")
-    urls = [url] if part.listens else _urls(url)
-    for one in urls:
-        address = addresses.parse(one, flag)
-        security_of(membership).check(one, flag)
+    for url in urls:
+        address = addresses.parse(url, flag)
+        security_of(membership).check(url, flag)
         if not part.listens:
             addresses.check_known(address)
-    if not part.listens:
-        check_shards(len(urls), 0, part)
-        several = tuple(urls) if len(urls) > 1 else ()
-        return replace(membership, url=urls[0], urls=several, shards=len(urls))
-    check_shards(more.shards, more.shard, part)
-    membership = replace(membership, shard=more.shard, shards=more.shards)
-    membership = replace(
-        membership, network_memory_bytes=more.network_memory << 20, fstack_lib=more.fstack_lib,
-        fstack_conf=more.fstack_conf, fstack_eal=more.fstack_eal,
-    )  # fmt: skip
-    check_free(url, membership.fstack)
+    _check_shards(membership.shards, membership.shard, part)
+    if part.listens:
+        addresses.check_free(urls[0], membership.fstack)
     return membership
 
 
-def _urls(text: str) -> list[str]:
-    """The addresses in --replay, of all shards. Raises ConfigError."""
-    urls = [url.strip() for url in text.split(",")]
+def _urls(more: Any, part: Part) -> tuple[str, ...]:
+    """The address to listen at, or the addresses of all shards. Raises ConfigError."""
+    if part.listens:
+        return (more.listen,)
+    urls = tuple(url.strip() for url in more.replay.split(","))
     twice = next((url for url in urls if urls.count(url) > 1), None)
     if twice is not None:
         raise ConfigError(f"--replay names each shard once, got {twice!r} twice")
     return urls
 
 
-def check_shards(shards: int, shard: int, part: Part) -> None:
+def _check_shards(shards: int, shard: int, part: Part) -> None:
     """Raise ConfigError for shards that this part of a run cannot have."""
     from zapex.replay.shards import MOST_SHARDS
 
@@ -228,18 +222,16 @@ def doctor(name: str, args: list[str]) -> int:
     run = _resolved(part, args, f"doctor {name}", what)
     from zapex.run import preflight
 
-    more = run.more
-    fstack = None
+    more, fstack = run.more, None
     if part.listens:
         from zapex.fstack import Setup
 
-        fstack = Setup(more.fstack_lib, more.fstack_conf, more.fstack_eal)
-    url = getattr(more, part.address)
+        fstack = Setup(*(getattr(more, name) for name in _FSTACK))
     links = [
         finding
-        for one in ([url] if part.listens else _urls(url))
+        for url in _urls(more, part)
         for finding in preflight.check_link(
-            part.name, one, more.keys, more.insecure_network, fstack=fstack
+            part.name, url, more.keys, more.insecure_network, fstack=fstack
         )
     ]
     return preflight.doctor([*findings(run, part), *links])
