@@ -51,7 +51,7 @@ def draw(host: HostMemory, keys: np.ndarray) -> Draw:
 
 
 @pytest.mark.parametrize("stack", [1, 4])
-def test_every_part_of_the_block_is_aligned_and_none_overlap(stack: int) -> None:
+def test_sections_are_aligned_and_disjoint(stack: int) -> None:
     plan = make_plan(actors=3, stack=stack)
     places = sorted((section.offset, section.nbytes) for section in plan.sections.values())
     assert all(start % 128 == 0 for start, _ in places)
@@ -61,7 +61,7 @@ def test_every_part_of_the_block_is_aligned_and_none_overlap(stack: int) -> None
     assert {f"ring {name}" for name in plan.rings} < plan.sections.keys()
 
 
-def test_each_role_has_a_place_of_its_own_for_its_life_and_its_sleep() -> None:
+def test_each_process_has_its_own_words() -> None:
     host = make_host()
     names = [name for name, _ in host.plan.roles]
     for i, name in enumerate(names, 1):
@@ -70,7 +70,7 @@ def test_each_role_has_a_place_of_its_own_for_its_life_and_its_sleep() -> None:
     assert len({host.sleeping_word(name) for name in names}) == len(names)
 
 
-def test_what_is_granted_to_one_life_is_not_claimed_by_another() -> None:
+def test_grants_belong_to_one_incarnation() -> None:
     host = make_host()
     source = host.experience_source()
     source.grant(0, 1, slots(4, 5, 6))
@@ -85,7 +85,7 @@ def test_what_is_granted_to_one_life_is_not_claimed_by_another() -> None:
     assert other(host).experience_sink(1, 2).try_claim() is None, "actor 1 was granted nothing"
 
 
-def test_commits_come_in_order_from_the_actor_that_made_them_and_once() -> None:
+def test_commits_arrive_in_order_and_once() -> None:
     host = make_host()
     source = host.experience_source()
     source.take_in()
@@ -101,7 +101,7 @@ def test_commits_come_in_order_from_the_actor_that_made_them_and_once() -> None:
     assert not source.ready()
 
 
-def test_a_link_says_when_it_is_full_of_grants_that_nobody_takes() -> None:
+def test_full_grant_ring_is_reported() -> None:
     host = make_host()
     source = host.experience_source()
     granted = 0
@@ -115,7 +115,7 @@ def test_a_link_says_when_it_is_full_of_grants_that_nobody_takes() -> None:
     assert source.has_room(0, STREAMS)
 
 
-def test_each_life_is_told_once_and_the_dead_as_0() -> None:
+def test_incarnations_are_reported_once_and_death_as_0() -> None:
     host = make_host()
     source = other(host).experience_source()
     assert source.ready()
@@ -136,7 +136,7 @@ def test_each_life_is_told_once_and_the_dead_as_0() -> None:
     assert told == [Incarnation(0, 7), Incarnation(1, 0)], "a replay that starts again asks for all"
 
 
-def test_a_batch_travels_as_keys_and_arrives_with_weights_of_the_probabilities_used() -> None:
+def test_batch_arrives_with_weights() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     source.request()
@@ -157,7 +157,7 @@ def test_a_batch_travels_as_keys_and_arrives_with_weights_of_the_probabilities_u
     assert source.poll(batch) is None
 
 
-def test_rows_of_a_slot_that_was_evicted_meanwhile_come_without_weight() -> None:
+def test_rows_of_an_evicted_slot_have_no_weight() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     chunk = host.plan.replay.chunk
@@ -173,7 +173,7 @@ def test_rows_of_a_slot_that_was_evicted_meanwhile_come_without_weight() -> None
     assert (batch.weights == 0).tolist() == [False, True, False, True]
 
 
-def test_a_learner_that_starts_again_finds_what_its_former_life_asked_for() -> None:
+def test_restarted_learner_finds_its_requests() -> None:
     host = make_host()
     former, sink = other(host).sample_source(), host.sample_sink()
     for _ in range(PREFETCH):
@@ -187,7 +187,7 @@ def test_a_learner_that_starts_again_finds_what_its_former_life_asked_for() -> N
     assert newcomer.outstanding == PREFETCH - 1
 
 
-def test_a_request_whose_answer_a_dead_replay_had_given_is_not_answered_again(
+def test_restarted_replay_answers_no_request_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = make_host()
@@ -212,7 +212,7 @@ def test_a_request_whose_answer_a_dead_replay_had_given_is_not_answered_again(
     assert other(host).sample_sink().requests() == PREFETCH - 2
 
 
-def test_while_the_learner_is_dead_no_answer_keeps_a_slot() -> None:
+def test_dead_learner_holds_no_slots() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     source.request()
@@ -224,7 +224,7 @@ def test_while_the_learner_is_dead_no_answer_keeps_a_slot() -> None:
     assert sink.released == 0, "the next life will"
 
 
-def test_no_more_batches_are_answered_than_were_asked_for() -> None:
+def test_answers_never_exceed_requests() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     keys = host.store().keys_of(np.arange(BATCH))
@@ -242,7 +242,7 @@ def test_no_more_batches_are_answered_than_were_asked_for() -> None:
         source.request()
 
 
-def test_priorities_arrive_in_order_and_a_full_link_says_so() -> None:
+def test_updates_arrive_in_order_until_the_ring_is_full() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     keys = np.arange(BATCH)
@@ -258,7 +258,7 @@ def test_priorities_arrive_in_order_and_a_full_link_says_so() -> None:
     assert source.update(keys, np.zeros(BATCH, np.float32))
 
 
-def test_priorities_that_a_dead_replay_had_not_released_are_applied_by_the_next() -> None:
+def test_unreleased_updates_are_applied_after_a_restart() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     for i in range(3):
@@ -269,7 +269,7 @@ def test_priorities_that_a_dead_replay_had_not_released_are_applied_by_the_next(
     assert [int(k[0]) for k, _ in other(host).sample_sink().updates()] == [1, 2]
 
 
-def test_priorities_that_are_refused_with_an_error_do_not_come_again() -> None:
+def test_refused_update_does_not_come_again() -> None:
     host = make_host()
     source, sink = other(host).sample_source(), host.sample_sink()
     for i in range(3):
@@ -284,14 +284,14 @@ def test_priorities_that_are_refused_with_an_error_do_not_come_again() -> None:
     assert [int(k[0]) for k, _ in other(host).sample_sink().updates()] == [1, 2]
 
 
-def test_every_row_of_an_update_is_aligned_whatever_the_size_of_a_batch() -> None:
+def test_update_records_are_aligned() -> None:
     host = make_host(replace(make_plan(), batch_size=3))
     ring = host.ring("updates")
     assert ring.records["keys"].flags.aligned
     assert ring.records["priorities"].flags.aligned
 
 
-def test_parameters_are_the_newest_and_only_what_is_newer() -> None:
+def test_only_newer_parameters_are_read() -> None:
     host = make_host()
     sink, source = host.mailbox(), other(host).mailbox()
     size = host.plan.parameter_bytes
@@ -308,9 +308,7 @@ def test_parameters_are_the_newest_and_only_what_is_newer() -> None:
 
 @pytest.mark.parametrize("stack", [1, 4])
 @pytest.mark.parametrize("threads", [0, 1, 3])
-def test_batches_gathered_ahead_are_those_gathered_when_they_are_polled(
-    threads: int, stack: int
-) -> None:
+def test_batches_gathered_ahead_are_the_same(threads: int, stack: int) -> None:
     host = make_host(make_plan(stack=stack))
     store, rng = host.store(), np.random.default_rng(threads)
     body = store.mem[store.bodies_offset :]
@@ -340,7 +338,7 @@ def test_batches_gathered_ahead_are_those_gathered_when_they_are_polled(
         free.reverse()
 
 
-def test_rows_torn_while_they_are_gathered_ahead_have_no_weight() -> None:
+def test_rows_torn_ahead_have_no_weight() -> None:
     host = make_host()
     source, sink = other(host).sample_source(2), host.sample_sink()
     batches = [Batch.empty(BatchLayout(host.plan.replay.schema, BATCH)) for _ in range(2)]

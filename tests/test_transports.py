@@ -177,7 +177,7 @@ def test_parameters_arrive_whole_and_only_newer_ones(rig: Rig) -> None:
         assert source.newer_than(version, out) == 0
 
 
-def test_an_actor_that_is_given_no_credit_waits(rig: Rig) -> None:
+def test_actor_without_credit_waits(rig: Rig) -> None:
     sink = rig.experience_sink
     claimed = []
 

@@ -261,7 +261,7 @@ class ShmExperienceSource:
 class ShmSampleSource:
     """The learner's end: keys come through a ring, rows are gathered from the slots.
 
-    how: threads and frames, as of Gatherer; threads work if `poll` is told the next batch.
+    how: threads and frames, as of Gatherer; threads are used if `poll` gets the next batch.
     """
 
     def __init__(self, host: HostMemory, *how: Any) -> None:

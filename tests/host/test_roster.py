@@ -31,7 +31,7 @@ def header(headers, slot, state, actor, host, incarnation, sequence):
     )  # fmt: skip
 
 
-def test_a_host_keeps_its_numbers_and_gets_more_as_it_asks() -> None:
+def test_host_keeps_its_numbers_and_gets_more() -> None:
     roster, _, _ = make()
     assert roster.assign(7, 2) == [0, 1]
     assert roster.assign(8, 1) == [2]
@@ -44,7 +44,7 @@ def test_a_host_keeps_its_numbers_and_gets_more_as_it_asks() -> None:
     assert roster.host(2) == NO_HOST
 
 
-def test_numbers_of_hosts_that_are_gone_are_given_away_last_and_begin_anew() -> None:
+def test_numbers_of_gone_hosts_are_reassigned_last() -> None:
     roster, _, _ = make()
     roster.assign(7, 2)
     roster.advance(0, 50, 9)
@@ -54,7 +54,7 @@ def test_numbers_of_hosts_that_are_gone_are_given_away_last_and_begin_anew() -> 
     assert roster.actors_of(7) == [1]
 
 
-def test_the_epoch_stays_with_the_memory() -> None:
+def test_epoch_stays_with_the_memory() -> None:
     roster, buffer, headers = make()
     again = Roster(buffer, 4, headers)
     assert again.epoch == roster.epoch > 0
@@ -63,7 +63,7 @@ def test_the_epoch_stays_with_the_memory() -> None:
         Roster(np.concatenate([buffer, buffer]), 5, headers)
 
 
-def test_what_was_committed_and_not_noted_is_found_in_the_slots() -> None:
+def test_unrecorded_commits_are_found_in_the_slots() -> None:
     roster, buffer, headers = make()
     roster.assign(7, 2)
     roster.advance(0, 50, 3)
@@ -78,7 +78,7 @@ def test_what_was_committed_and_not_noted_is_found_in_the_slots() -> None:
     assert again.state(1) == (60, 5)
 
 
-def test_what_was_noted_and_evicted_since_is_remembered() -> None:
+def test_evicted_chunks_are_remembered() -> None:
     roster, buffer, headers = make()
     roster.assign(7, 1)
     roster.advance(0, 50, 30)
@@ -86,7 +86,7 @@ def test_what_was_noted_and_evicted_since_is_remembered() -> None:
     assert Roster(buffer, 4, headers).state(0) == (50, 30)
 
 
-def test_no_number_is_given_twice() -> None:
+def test_no_number_is_assigned_twice() -> None:
     roster, _, _ = make()
     assert roster.assign(7, 3) == [0, 1, 2]
     assert roster.assign(8, 2, gone=[NO_HOST]) is None

@@ -32,7 +32,7 @@ def system(stack: int = 1, policy: Judge | None = None, **settings: object) -> S
 
 
 @pytest.mark.parametrize("stack", [1, 3])
-def test_initial_priorities_are_the_td_errors_of_the_actors_own_values(stack: int) -> None:
+def test_initial_priorities_are_td_errors_of_the_actors_values(stack: int) -> None:
     judge = Judge(stack)
     one = system(stack, judge)
     one.goes_on(batches=0, chunks=12)
@@ -55,7 +55,7 @@ def test_initial_priorities_are_the_td_errors_of_the_actors_own_values(stack: in
     assert rated > 100
 
 
-def test_where_the_actor_gives_no_priorities_new_transitions_are_drawn_alike() -> None:
+def test_without_actor_priorities_new_transitions_get_the_same() -> None:
     one = system(initial_priority="max")
     one.goes_on(batches=0, chunks=12)
     leaves = one.replay.tree.leaves[one.replay.tree.leaves > 0]
@@ -68,7 +68,7 @@ def _newest(stack: int, moment: tuple[int, int, int, int]) -> np.ndarray:
     return picture if stack == 1 else picture[None]
 
 
-def test_it_waits_for_first_parameters_and_then_for_slots() -> None:
+def test_actor_waits_for_parameters_then_for_slots() -> None:
     one = system()
     actor = one.roles["actor 0"]
     assert actor.ready(), "the learner has published"
@@ -85,7 +85,7 @@ def test_it_waits_for_first_parameters_and_then_for_slots() -> None:
     assert one.count("actor 0", "steps") == len(one.played)
 
 
-def test_finished_games_are_reported_with_their_whole_score_and_their_epsilon() -> None:
+def test_finished_games_are_reported_with_score_and_epsilon() -> None:
     one = system()
     one.goes_on(batches=0, chunks=12)
     consumer = one.host.ring("episodes 0").consumer()
@@ -102,7 +102,7 @@ def test_finished_games_are_reported_with_their_whole_score_and_their_epsilon() 
         assert record["params_version"] == 1
 
 
-def test_parameters_are_pulled_every_so_many_steps() -> None:
+def test_parameters_are_pulled_periodically() -> None:
     judge, pulls = Judge(1), []
     one = system(1, judge, param_period=5, learning_starts=16)
     sink, size = one.host.mailbox(), one.plan.parameter_bytes
@@ -116,7 +116,7 @@ def test_parameters_are_pulled_every_so_many_steps() -> None:
     assert (np.diff(pulls) == 5).all()
 
 
-def test_at_the_end_it_hands_over_what_is_half_a_chunk() -> None:
+def test_close_commits_unfinished_chunks() -> None:
     one = system()
     while len(one.played) < 10:
         one.calm_round()

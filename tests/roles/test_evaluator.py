@@ -1,7 +1,6 @@
 """The evaluator: whole games, counted without bias, filmed as they were played."""
 
 import dataclasses
-import json
 import sys
 
 import numpy as np
@@ -11,7 +10,7 @@ from zapex.envs.environments import check
 from zapex.envs.streams import make
 from zapex.envs.video import Mp4Writer
 from zapex.errors import ConfigError
-from zapex.roles.evaluator import EvalResult, RunningEvaluation, evaluate
+from zapex.roles.evaluator import RunningEvaluation, evaluate
 
 LENGTHS = "tests.support.toy_env:Lengths"
 
@@ -22,7 +21,7 @@ def prefer_last(obs):
 
 
 @pytest.mark.parametrize(("num_streams", "episodes"), [(3, 7), (4, 2), (1, 5), (5, 5)])
-def test_every_stream_plays_its_first_episodes_however_long_they_are(num_streams, episodes):
+def test_each_stream_plays_its_share_of_episodes(num_streams, episodes):
     lengths = [50, 1, 2, 9, 30]
     streams = make(check(LENGTHS, {"lengths": lengths}), num_streams, seed=0)
     evaluation = RunningEvaluation(prefer_last, streams, episodes, seed=0)
@@ -52,7 +51,7 @@ class Seen:
         return len(self.moments) < self._leave
 
 
-def test_a_spectator_sees_every_step_of_every_game_with_its_q_values():
+def test_spectator_sees_every_step_with_q_values():
     seen = Seen()
     result = evaluate(prefer_last, check("CartPole-v1"), 2, seed=3, epsilon=0.0, spectator=seen)
     steps = [m for m in seen.moments if m.q is not None]
@@ -65,7 +64,7 @@ def test_a_spectator_sees_every_step_of_every_game_with_its_q_values():
     assert (seen.names, seen.screens_per_s) == (("0", "1"), 50.0)
 
 
-def test_actions_of_atari_have_their_names_and_four_screens_a_step():
+def test_atari_has_action_names_and_four_screens_a_step():
     seen = Seen(leave=4)
     spec = check("ALE/Breakout-v5")
     result = evaluate(lambda obs: np.zeros((1, 4)), spec, 1, seed=0, epsilon=0.0, spectator=seen)
@@ -74,7 +73,7 @@ def test_actions_of_atari_have_their_names_and_four_screens_a_step():
     assert [len(m.screens) for m in seen.moments] == [1, 4, 4, 4]
 
 
-def test_a_second_evaluation_goes_on_with_the_same_streams():
+def test_second_evaluation_reuses_the_streams():
     streams = make(check(LENGTHS, {"lengths": [2, 3, 4, 5]}), 1, seed=0)
     for expected in ((2.0, 3.0), (5.0, 2.0)):  # the third was begun and dropped
         evaluation = RunningEvaluation(prefer_last, streams, 2, seed=0)
@@ -101,7 +100,7 @@ def test_actions_are_greedy_but_for_epsilon():
     assert share_of_others(0.2) == pytest.approx(0.1, abs=0.02)  # half of the random are the last
 
 
-def test_a_policy_that_stands_still_is_ended_by_the_limit():
+def test_frame_limit_ends_an_endless_episode():
     streams = make(check(LENGTHS, {"lengths": [1000]}), 2, seed=0, max_episode_frames=20)
     evaluation = RunningEvaluation(prefer_last, streams, 2, seed=0)
     while not evaluation.done:
@@ -109,7 +108,7 @@ def test_a_policy_that_stands_still_is_ended_by_the_limit():
     assert evaluation.result().returns == (20.0, 20.0)
 
 
-def test_the_seed_decides_the_result():
+def test_seed_decides_the_result():
     def result(seed):
         def q_values(obs):  # depends on the observation, so that a difference would grow
             return np.stack([obs.sum(axis=1), -obs.sum(axis=1)], axis=1)
@@ -121,7 +120,7 @@ def test_the_seed_decides_the_result():
     assert result(1) != result(2)
 
 
-def test_many_games_share_ten_streams_and_each_that_ends_is_told():
+def test_many_games_share_ten_streams_and_report_progress():
     told = []
     spec = check(LENGTHS, {"lengths": [3]})
     result = evaluate(prefer_last, spec, 25, seed=0, epsilon=0.0, progress=told.append)
@@ -130,7 +129,7 @@ def test_many_games_share_ten_streams_and_each_that_ends_is_told():
     assert (told[0], told[2], told[-1]) == (0, 10, 25)
 
 
-def test_breakout_is_scored_over_all_its_lives():
+def test_breakout_is_scored_over_all_lives():
     def q_values(obs):  # FIRE, else stay where the paddle is: scores a little, loses five balls
         return np.tile([0.0, 1.0, 0.0, 0.0], (len(obs), 1))
 
@@ -143,18 +142,12 @@ def test_breakout_is_scored_over_all_its_lives():
 @pytest.mark.parametrize(
     ("episodes", "epsilon", "says"), [(0, 0.1, "episodes must be"), (1, 1.5, "epsilon must be")]
 )
-def test_nonsensical_numbers_are_refused(episodes, epsilon, says):
+def test_numbers_out_of_range_are_refused(episodes, epsilon, says):
     with pytest.raises(ConfigError, match=says):
         evaluate(prefer_last, check("CartPole-v1"), episodes, seed=0, epsilon=epsilon)
 
 
-def test_a_result_is_json():
-    facts = json.loads(json.dumps(EvalResult((1.0, 3.0), 4, 16, 0.5).describe()))
-    assert (facts["mean"], facts["std"], facts["episodes"]) == (2.0, 1.0, 2)
-    assert facts["returns"] == [1.0, 3.0]
-
-
-def test_the_video_shows_the_games_that_were_scored(tmp_path):
+def test_video_shows_the_scored_games(tmp_path):
     imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
     path = tmp_path / "game.mp4"
     spec = check(LENGTHS, {"lengths": [60, 90]})
@@ -170,7 +163,7 @@ def test_the_video_shows_the_games_that_were_scored(tmp_path):
     assert np.allclose(shown, [*range(61), *range(91)], atol=4.0)
 
 
-def test_a_missing_encoder_names_what_to_install(tmp_path, monkeypatch):
+def test_missing_encoder_names_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     spec = check(LENGTHS, {"lengths": [5]})
     with pytest.raises(ConfigError, match=r'pip install "zapex\[video\]"'):
@@ -180,7 +173,7 @@ def test_a_missing_encoder_names_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "says"), [("game.gif", r"must end in \.mp4"), ("nowhere/game.mp4", "there is no")]
 )
-def test_a_video_that_cannot_be_written_is_refused(tmp_path, name, says):
+def test_unwritable_video_is_refused(tmp_path, name, says):
     pytest.importorskip("imageio_ffmpeg")
     with pytest.raises(ConfigError, match=says):
         Mp4Writer(tmp_path / name, 60.0)

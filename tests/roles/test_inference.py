@@ -7,8 +7,7 @@ import numpy as np
 from tests.test_shm_ring import aligned
 from zapex.host.metrics import RoleMetrics
 from zapex.machine.exchange import Exchange, ExchangeShape
-from zapex.roles.inference import Inference
-from zapex.roles.values import Pull
+from zapex.roles.values import Inference, Pull
 
 ACTORS, STREAMS = 3, 2
 SHAPE = ExchangeShape(ACTORS, STREAMS, (3,), "<f4", 4)
@@ -64,7 +63,7 @@ class Desk:
         return int(self.metrics.value(name))
 
 
-def test_it_answers_all_that_wait_with_one_pass_and_counts_them() -> None:
+def test_one_pass_answers_all_waiting_actors() -> None:
     desk = Desk()
     desk.parameters.version = 5
     desk.ask(0, 1.0)
@@ -82,7 +81,7 @@ def test_it_answers_all_that_wait_with_one_pass_and_counts_them() -> None:
     assert desk.count("params_version") == 5
 
 
-def test_before_the_first_parameters_nobody_is_answered() -> None:
+def test_no_answer_before_the_first_parameters() -> None:
     desk = Desk()
     desk.ask(1)
     assert not desk.role.ready()
@@ -93,7 +92,7 @@ def test_before_the_first_parameters_nobody_is_answered() -> None:
     assert desk.role.do_work() == STREAMS
 
 
-def test_parameters_are_pulled_every_so_many_answers() -> None:
+def test_parameters_are_pulled_every_few_answers() -> None:
     desk = Desk(period=4)
     pulled = []
     for version in range(1, 13):
@@ -104,7 +103,7 @@ def test_parameters_are_pulled_every_so_many_answers() -> None:
     assert pulled == [1] * 4 + [5] * 4 + [9] * 4
 
 
-def test_a_new_incarnation_answers_who_waited_for_the_dead_one() -> None:
+def test_new_incarnation_answers_open_requests() -> None:
     desk = Desk()
     desk.parameters.version = 1
     desk.ask(0)

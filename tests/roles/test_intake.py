@@ -102,13 +102,13 @@ class Rig:
         return self.intake.do_work(issued, released)
 
 
-def test_nobody_gets_a_slot_before_it_lives() -> None:
+def test_dead_actor_gets_no_slots() -> None:
     rig = Rig()
     assert rig.intake.do_work(0, 0) == 0
     assert rig.source.grants == [[]]
 
 
-def test_a_grant_is_a_slot_for_each_stream_and_bears_the_life_that_it_is_for() -> None:
+def test_grant_has_a_slot_per_stream_and_the_incarnation() -> None:
     rig = Rig()
     rig.live(0, 17)
     ((incarnation, slots),) = rig.source.grants[0]
@@ -117,7 +117,7 @@ def test_a_grant_is_a_slot_for_each_stream_and_bears_the_life_that_it_is_for() -
     assert (rig.rows[slots, STATE] == GRANTED).all()
 
 
-def test_more_slots_come_as_soon_as_fewer_than_a_credit_are_out_and_never_before() -> None:
+def test_more_slots_are_granted_below_a_full_credit() -> None:
     rig = Rig()
     rig.live(0, 1)
     (_, slots) = rig.source.grants[0][0]
@@ -130,50 +130,19 @@ def test_more_slots_come_as_soon_as_fewer_than_a_credit_are_out_and_never_before
     assert len(rig.source.grants[0]) == 2, "two are still out"
 
 
-def test_work_is_counted_lives_grants_and_chunks() -> None:
-    rig = Rig()
-    rig.source.changes.append(Incarnation(0, 1))
-    assert rig.intake.do_work(0, 0) == 2, "a life and a grant"
-    (_, slots) = rig.source.grants[0][0]
-    rig.source.full = True
-    rig.write(slots[0])
-    rig.write(slots[1])
-    assert rig.hand_over(*slots) == 2, "two chunks, and no room for a grant"
-    rig.source.full = False
-    assert rig.intake.do_work(0, 0) == 1, "a grant"
-
-
-def test_a_chunk_that_is_not_whole_counts_as_no_transition() -> None:
-    rig = Rig()
-    rig.live(0, 1)
-    (_, slots) = rig.source.grants[0][0]
-    rig.write(slots[0], count=CHUNK + 1)
-    rig.hand_over(slots[0])
-    assert (rig.intake.refused, rig.intake.inserted) == (1, 0)
-    assert not rig.intake.limiter.open
-
-
-@pytest.mark.parametrize("whose", ["another's", "nobody's"])
-def test_a_slot_that_was_not_granted_to_this_actor_is_refused(whose: str) -> None:
+@pytest.mark.parametrize("slot", ["another's", 9, -1, 10**6, -(2**62)])
+def test_slot_not_granted_to_the_actor_is_refused(slot: str | int) -> None:
     rig = Rig(actors=2)
     rig.live(0, 1)
     rig.live(1, 2)
     theirs = rig.source.grants[1][0][1]
     rig.write(theirs[0])
-    rig.hand_over(theirs[0] if whose == "another's" else 9, actor=0)
+    rig.hand_over(theirs[0] if isinstance(slot, str) else slot, actor=0)
     assert rig.intake.refused == 1
     assert len(rig.replay) == 0
 
 
-@pytest.mark.parametrize("number", [-1, 10**6, -(2**62)])
-def test_a_number_that_is_no_slot_is_refused(number: int) -> None:
-    rig = Rig()
-    rig.live(0, 1)
-    rig.hand_over(number)
-    assert rig.intake.refused == 1
-
-
-def test_a_slot_that_is_not_whole_is_refused_and_stays_out() -> None:
+def test_uncommitted_slot_is_refused_and_stays_granted() -> None:
     rig = Rig()
     rig.live(0, 1)
     slots = rig.source.grants[0][0][1]
@@ -182,7 +151,7 @@ def test_a_slot_that_is_not_whole_is_refused_and_stays_out() -> None:
     assert rig.replay.ledger.counts["granted"] == STREAMS
 
 
-def test_a_slot_that_is_handed_over_twice_counts_once() -> None:
+def test_slot_committed_twice_counts_once() -> None:
     rig = Rig()
     rig.live(0, 1)
     slot = rig.source.grants[0][0][1][0]
@@ -192,7 +161,7 @@ def test_a_slot_that_is_handed_over_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -3, CHUNK + 1, 2**40])
-def test_an_impossible_count_is_refused_and_the_slot_is_free_again(count: int) -> None:
+def test_impossible_count_is_refused_and_frees_the_slot(count: int) -> None:
     rig = Rig()
     rig.live(0, 1)
     slot = rig.source.grants[0][0][1][0]
@@ -205,7 +174,7 @@ def test_an_impossible_count_is_refused_and_the_slot_is_free_again(count: int) -
     assert rig.replay.ledger.free == free + 1 - STREAMS
 
 
-def test_a_dead_actors_whole_chunks_are_kept_in_their_order_and_the_rest_is_free() -> None:
+def test_dead_actors_whole_chunks_are_kept_in_order() -> None:
     rig = Rig()
     rig.live(0, 1)
     slots = rig.source.grants[0][0][1]
@@ -221,7 +190,7 @@ def test_a_dead_actors_whole_chunks_are_kept_in_their_order_and_the_rest_is_free
     assert rig.intake.limiter.outstanding == 0
 
 
-def test_a_new_life_that_comes_before_the_death_was_seen_inherits_nothing() -> None:
+def test_new_incarnation_inherits_no_slots() -> None:
     rig = Rig()
     rig.live(0, 1)
     former = rig.source.grants[0][0][1]
@@ -235,7 +204,7 @@ def test_a_new_life_that_comes_before_the_death_was_seen_inherits_nothing() -> N
     assert len(rig.replay) == 0
 
 
-def test_a_link_without_room_gets_no_grant_until_it_has_some() -> None:
+def test_full_link_gets_no_grant() -> None:
     rig = Rig()
     rig.source.full = True
     rig.live(0, 1)
@@ -246,7 +215,7 @@ def test_a_link_without_room_gets_no_grant_until_it_has_some() -> None:
     assert len(rig.source.grants[0]) == 1
 
 
-def test_the_limiter_is_charged_at_the_grant_and_refunded_for_what_did_not_come() -> None:
+def test_limiter_is_charged_at_the_grant_and_refunded() -> None:
     rig = Rig(samples_per_insert=1.0, tolerance=STREAMS * CHUNK + 1)
     rig.live(0, 1)
     slots = rig.source.grants[0][0][1]
@@ -259,7 +228,7 @@ def test_the_limiter_is_charged_at_the_grant_and_refunded_for_what_did_not_come(
     assert rig.intake.limiter.owed == 1 + STREAMS * CHUNK, "refunded, so the next grant fits"
 
 
-def test_the_oldest_chunks_go_and_rest_in_quarantine_until_answers_are_released() -> None:
+def test_evicted_slots_stay_quarantined_until_release() -> None:
     rig = Rig()
     rig.live(0, 1)
     written = []
@@ -277,7 +246,7 @@ def test_the_oldest_chunks_go_and_rest_in_quarantine_until_answers_are_released(
     assert rig.replay.ledger.counts["quarantined"] == 0
 
 
-def test_a_replay_that_dies_while_it_evicts_leaves_nothing_drawable_that_is_gone(
+def test_death_during_eviction_leaves_no_evicted_row_drawable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
@@ -301,7 +270,7 @@ def test_a_replay_that_dies_while_it_evicts_leaves_nothing_drawable_that_is_gone
         assert drawable <= set(np.flatnonzero(rig.rows[:, STATE] == LIVE).tolist())
 
 
-def test_a_new_life_of_the_replay_takes_over_what_is_whole_and_knows_what_is_out() -> None:
+def test_restarted_replay_recovers_chunks_and_grants() -> None:
     rig = Rig()
     rig.live(0, 1)
     slots = rig.source.grants[0][0][1]
@@ -323,7 +292,7 @@ def test_a_new_life_of_the_replay_takes_over_what_is_whole_and_knows_what_is_out
     assert len(rig.replay) == 2 * CHUNK + 2
 
 
-def test_a_new_life_of_the_replay_grants_nothing_before_it_knows_that_an_actor_lives() -> None:
+def test_restarted_replay_grants_only_to_living_actors() -> None:
     rig = Rig()
     rig.live(0, 1)
     slot = rig.source.grants[0][0][1][0]
@@ -336,7 +305,7 @@ def test_a_new_life_of_the_replay_grants_nothing_before_it_knows_that_an_actor_l
 
 
 @pytest.mark.parametrize("stored", [1, STREAMS])
-def test_slots_that_a_dead_replay_had_granted_and_not_sent_are_granted_again(
+def test_grants_that_were_not_sent_are_free_after_a_restart(
     stored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(actors=2)
@@ -367,7 +336,7 @@ def test_slots_that_a_dead_replay_had_granted_and_not_sent_are_granted_again(
     assert rig.replay.ledger.counts["granted"] == 2 * STREAMS
 
 
-def test_what_an_actor_held_that_died_while_the_replay_was_dead_comes_back() -> None:
+def test_slots_come_back_if_actor_and_replay_both_died() -> None:
     rig = Rig()
     rig.live(0, 1)
     rig.attach()
@@ -377,7 +346,7 @@ def test_what_an_actor_held_that_died_while_the_replay_was_dead_comes_back() -> 
 
 
 @pytest.mark.parametrize("count", [0, -3, CHUNK + 1, 2**40])
-def test_a_new_life_of_the_replay_refuses_what_no_chunk_can_be(count: int) -> None:
+def test_restarted_replay_refuses_impossible_counts(count: int) -> None:
     rig = Rig()
     rig.live(0, 1)
     slots = rig.source.grants[0][0][1]
@@ -389,7 +358,7 @@ def test_a_new_life_of_the_replay_refuses_what_no_chunk_can_be(count: int) -> No
     assert rig.intake.limiter.outstanding == 0
 
 
-def test_an_actor_that_is_always_first_gets_no_more_than_the_others_under_a_limit() -> None:
+def test_fast_actor_gets_no_more_grants_than_others() -> None:
     rig = Rig(actors=3, samples_per_insert=1.0, tolerance=STREAMS * CHUNK + 1)
     for actor in range(3):
         rig.live(actor, 1)

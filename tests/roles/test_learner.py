@@ -114,7 +114,7 @@ class Rig:
         )  # fmt: skip
 
 
-def test_it_begins_by_publishing_and_by_asking_for_what_is_to_be_ahead() -> None:
+def test_learner_starts_by_publishing_and_prefetching() -> None:
     rig = Rig()
     assert rig.sink.published == [1]
     assert rig.source.outstanding == 3
@@ -125,18 +125,16 @@ def test_it_begins_by_publishing_and_by_asking_for_what_is_to_be_ahead() -> None
 
 
 @pytest.mark.parametrize(("version", "first_version", "then"), [(7, 0, 8), (0, 9, 10), (4, 2, 5)])
-def test_no_life_publishes_a_version_that_was_there_before(
-    version: int, first_version: int, then: int
-) -> None:
+def test_published_versions_only_grow(version: int, first_version: int, then: int) -> None:
     assert Rig(version=version, first_version=first_version).sink.published == [then]
 
 
-def test_what_a_former_life_asked_for_is_not_asked_for_again() -> None:
+def test_requests_of_a_former_incarnation_count() -> None:
     assert Rig(outstanding=2).source.outstanding == 3
     assert Rig(outstanding=6).source.outstanding == 6
 
 
-def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -> None:
+def test_each_batch_returns_td_errors_and_requests_another() -> None:
     rig = Rig()
     rig.source.there = 2
     assert rig.learner.do_work() == 1
@@ -152,7 +150,7 @@ def test_each_batch_sends_its_keys_back_with_its_errors_and_asks_for_another() -
     assert (counts["loss"], counts["priority_max"]) == (0.25, 6.0)
 
 
-def test_two_memories_take_turns_and_the_source_is_told_which_is_next() -> None:
+def test_batches_take_turns() -> None:
     spare = Batch.empty(LAYOUT)
     rig = Rig(spare=[spare])
     rig.source.there = 3
@@ -165,7 +163,7 @@ def test_two_memories_take_turns_and_the_source_is_told_which_is_next() -> None:
                                                          [12, 13, 14, 15]]  # fmt: skip
 
 
-def test_it_says_how_many_batches_were_learned_since_the_last_one_was_asked_for() -> None:
+def test_staleness_counts_batches_since_the_request() -> None:
     rig = Rig()
     rig.source.there = 4
     seen = []
@@ -176,7 +174,7 @@ def test_it_says_how_many_batches_were_learned_since_the_last_one_was_asked_for(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_td_error_that_is_not_finite_ends_it_and_is_never_sent(bad: float) -> None:
+def test_non_finite_td_error_raises_and_is_not_sent(bad: float) -> None:
     rig = Rig()
     rig.source.there = 2
     rig.learner.do_work()
@@ -187,7 +185,7 @@ def test_a_td_error_that_is_not_finite_ends_it_and_is_never_sent(bad: float) -> 
     assert rig.sink.published == [1]
 
 
-def test_priorities_that_find_no_room_wait_and_no_batch_overtakes_them() -> None:
+def test_priorities_wait_for_room_before_the_next_batch() -> None:
     rig = Rig()
     rig.source.there, rig.source.room = 3, 0
     assert rig.learner.do_work() == 1
@@ -198,7 +196,7 @@ def test_priorities_that_find_no_room_wait_and_no_batch_overtakes_them() -> None
     assert [keys[0] for keys, _ in rig.source.updates] == [4, 8]
 
 
-def test_parameters_are_published_at_most_so_often() -> None:
+def test_parameters_are_published_at_most_once_a_period() -> None:
     rig = Rig()
     for _ in range(25):
         rig.now_s += 0.1
@@ -208,7 +206,7 @@ def test_parameters_are_published_at_most_so_often() -> None:
     assert rig.metrics.snapshot(alive=False)["params_version"] == 3
 
 
-def test_a_checkpoint_is_saved_when_it_is_due_and_at_the_end() -> None:
+def test_checkpoint_is_saved_when_due_and_on_close() -> None:
     rig = Rig()
     rig.checkpointer.wanted = True
     rig.learner.do_work()
@@ -239,7 +237,7 @@ class LateTrainer:
         return np.full(4, float(self.finished), np.float32), facts, times
 
 
-def test_a_late_trainers_results_go_to_the_batch_they_are_of() -> None:
+def test_late_results_go_to_their_own_batch() -> None:
     trainer = LateTrainer()
     rig = Rig(spare=[Batch.empty(LAYOUT), Batch.empty(LAYOUT)], trainer=trainer)
     rig.source.there = 3
@@ -256,7 +254,7 @@ def test_a_late_trainers_results_go_to_the_batch_they_are_of() -> None:
     assert rig.source.outstanding == 3
 
 
-def test_a_late_trainers_memory_is_not_filled_before_its_result_has_come() -> None:
+def test_batch_in_use_by_a_late_trainer_is_not_refilled() -> None:
     trainer = LateTrainer()
     rig = Rig(spare=[Batch.empty(LAYOUT), Batch.empty(LAYOUT)], trainer=trainer)
     rig.source.there = 20
@@ -267,7 +265,7 @@ def test_a_late_trainers_memory_is_not_filled_before_its_result_has_come() -> No
         assert all(following is not each for each in (batch, *trainer.begun[trainer.finished :]))
 
 
-def test_rows_that_a_late_trainer_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_left_out_rows_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     rig = Rig(spare=[Batch.empty(LAYOUT)], trainer=LateTrainer())
     rig.source.there = 4
     for _ in range(4):

@@ -24,7 +24,7 @@ def limiter_state(one: System) -> str:
     return LIMITER_STATES[int(gauge(one, "limiter"))]
 
 
-def test_counters_go_on_from_those_of_a_former_life() -> None:
+def test_counters_continue_after_a_restart() -> None:
     one = system()
     names = ("inserted", "evicted", "sampled", "batches", "updates_applied")
     before = dict.fromkeys(names, 0)
@@ -37,7 +37,7 @@ def test_counters_go_on_from_those_of_a_former_life() -> None:
     assert gauge(one, "capacity") == 64
 
 
-def test_the_gauges_are_the_ledgers() -> None:
+def test_gauges_match_the_ledger() -> None:
     one = system()
     one.goes_on(batches=5, chunks=20)
     assert gauge(one, "live") == len(one.replay)
@@ -47,7 +47,7 @@ def test_the_gauges_are_the_ledgers() -> None:
     assert gauge(one, "bytes_used") == body_bytes * one.replay.ledger.counts["live"]
 
 
-def test_it_says_who_waits() -> None:
+def test_limiter_gauge_says_which_side_waits() -> None:
     one = system(samples_per_insert=4.0)
     one.calm_round()
     assert limiter_state(one) == "filling"
@@ -63,7 +63,7 @@ def test_it_says_who_waits() -> None:
     assert limiter_state(one) == "learner waits"
 
 
-def test_a_request_waits_for_the_first_transitions() -> None:
+def test_request_waits_for_the_first_transitions() -> None:
     one = system(learning_starts=40)
     while not one.limiter.open:
         assert one.count("learner", "batches") == 0
@@ -73,7 +73,7 @@ def test_a_request_waits_for_the_first_transitions() -> None:
     assert one.count("replay", "batches") > 0
 
 
-def test_it_is_ready_for_news_and_idle_without() -> None:
+def test_ready_only_when_there_is_work() -> None:
     one = system()
     server = one.roles["replay"]
     while server.do_work():
@@ -95,7 +95,7 @@ def test_it_is_ready_for_news_and_idle_without() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_slots_that_leave_quarantine_wake_it_only_for_actors_that_wait(waits: bool) -> None:
+def test_released_slots_wake_it_only_for_waiting_actors(waits: bool) -> None:
     one = system()
     server = one.roles["replay"]
     while not (one.intake.waiting and one.replay.ledger.counts["quarantined"]):
@@ -116,7 +116,7 @@ def test_slots_that_leave_quarantine_wake_it_only_for_actors_that_wait(waits: bo
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_it_survives_a_priority_that_is_not_finite(
+def test_update_with_a_non_finite_priority_is_refused_whole(
     bad: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = system()
@@ -134,5 +134,5 @@ def test_it_survives_a_priority_that_is_not_finite(
     np.testing.assert_array_equal(one.replay.tree.leaves, leaves, "all of an update or nothing")
     assert one.replay.tree.check_valid()[0]
     assert one.count("replay", "updates_refused") == 2
-    assert capsys.readouterr().err.count("an update is refused") == 1
+    assert capsys.readouterr().err.count("update is refused") == 1
     one.goes_on(batches=5, chunks=5)

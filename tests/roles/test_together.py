@@ -64,7 +64,7 @@ def storm(system: System, rng: np.random.Generator, ticks: int, servers_die: boo
     seed=st.integers(0, 2**32 - 1),
     servers_die=st.booleans(),
 )
-def test_every_system_goes_on_through_deaths_and_every_row_is_what_was_written(
+def test_systems_survive_random_deaths_with_correct_rows(
     config: Config, stack: int, seed: int, servers_die: bool
 ) -> None:
     system = System(config, spec(stack))
@@ -79,7 +79,7 @@ def test_every_system_goes_on_through_deaths_and_every_row_is_what_was_written(
 
 
 @pytest.mark.parametrize("samples_per_insert", [0.5, 4.0])
-def test_samples_per_insert_is_kept_over_a_long_run(samples_per_insert: float) -> None:
+def test_samples_per_insert_holds_over_a_long_run(samples_per_insert: float) -> None:
     config = Config().replace(
         actors=2, envs_per_actor=2, capacity=200, learning_starts=50, batch_size=8, hidden=8,
         samples_per_insert=samples_per_insert, max_chunk_age_steps=9,
@@ -95,7 +95,7 @@ def test_samples_per_insert_is_kept_over_a_long_run(samples_per_insert: float) -
     assert abs(sampled - samples_per_insert * inserted) <= slack
 
 
-def test_an_actor_that_dies_without_rest_blocks_nobody() -> None:
+def test_actor_that_dies_constantly_blocks_no_other() -> None:
     config = Config().replace(
         actors=2, envs_per_actor=3, capacity=60, learning_starts=20, batch_size=4, hidden=8,
         samples_per_insert=2.0,
@@ -107,7 +107,7 @@ def test_an_actor_that_dies_without_rest_blocks_nobody() -> None:
         system.check_slots()
 
 
-def test_slots_of_a_dead_actor_come_back_before_it_starts_again() -> None:
+def test_slots_of_a_dead_actor_come_back_before_its_restart() -> None:
     config = Config().replace(
         actors=1, envs_per_actor=4, capacity=64, learning_starts=4, batch_size=4, hidden=8
     )

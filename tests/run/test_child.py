@@ -13,7 +13,7 @@ from zapex.run import child
 ORDER = child.Order("learner", {}, {}, "run", -1, -1, [], {}, 0)
 
 
-def test_nothing_large_is_imported_before_a_child_is_set_up() -> None:
+def test_child_imports_nothing_large_before_its_setup() -> None:
     code = (
         "import sys, zapex.run.child\n"
         "print(sorted({'numpy', 'numba', 'torch'} & sys.modules.keys()))"
@@ -21,7 +21,7 @@ def test_nothing_large_is_imported_before_a_child_is_set_up() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "[]\n"
 
 
-def test_a_child_whose_parent_is_gone_ends_before_it_reads_its_order() -> None:
+def test_orphaned_child_ends_at_once() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
     order = json.dumps({"name": "actor 7", "and": "nothing that a role could start from"})
@@ -34,9 +34,7 @@ def test_a_child_whose_parent_is_gone_ends_before_it_reads_its_order() -> None:
     assert done.stderr == f"actor 7: the parent (pid {gone.pid}) is gone\n"
 
 
-def test_settings_that_only_a_role_finds_impossible_are_told_to_its_parent_in_one_line(
-    monkeypatch, capsys
-):
+def test_config_error_in_a_role_is_one_line_and_a_status(monkeypatch, capsys):
     def refuse(order, incarnation):
         raise ConfigError("no GPU here")
 

@@ -34,7 +34,7 @@ def record(run_dir: Path, steps: int) -> None:
         file.write(json.dumps(line | {"learner/params_version": 7}) + "\n")
 
 
-def test_a_resumed_run_counts_on_from_its_newest_checkpoint_where_the_metrics_are_behind(
+def test_resume_counts_from_the_checkpoint_if_metrics_are_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The metrics said 59,336 frames beside a checkpoint of 121,538 steps."""
@@ -48,7 +48,7 @@ def test_a_resumed_run_counts_on_from_its_newest_checkpoint_where_the_metrics_ar
     assert "going on at 3,600 frames; the replay" in capsys.readouterr().out
 
 
-def test_what_was_played_after_the_checkpoint_counts_and_the_user_learns_that_it_is_lost(
+def test_resume_reports_learning_lost_since_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store(tmp_path, 900)
@@ -60,7 +60,7 @@ def test_what_was_played_after_the_checkpoint_counts_and_the_user_learns_that_it
     assert "going on at 4,000 frames with step-000000000900, of 3,600 frames: what was" in said
 
 
-def test_the_best_evaluation_is_known_where_only_its_checkpoint_was_written(tmp_path: Path) -> None:
+def test_best_evaluation_is_read_from_its_checkpoint(tmp_path: Path) -> None:
     assert directory.evaluations(tmp_path) == []
     store(tmp_path, 5, checkpoints.BEST, params_version=3, returns=[1.0, 3.0], mean_return=2.0)
     (one,) = directory.evaluations(tmp_path)
@@ -69,14 +69,14 @@ def test_the_best_evaluation_is_known_where_only_its_checkpoint_was_written(tmp_
     assert directory.evaluations(tmp_path) == []
 
 
-def test_counters_that_are_no_numbers_are_ignored(tmp_path: Path) -> None:
+def test_invalid_counters_are_ignored(tmp_path: Path) -> None:
     totals = {"steps": "many", "frames": float("nan"), "batches": None}
     checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), {}, {"totals": totals})
     (tmp_path / "metrics.jsonl").write_text('{"kind": "metrics", "steps": []}\n')
     assert directory.counters(tmp_path) == {}
 
 
-def test_two_processes_cannot_train_in_one_directory(tmp_path: Path) -> None:
+def test_directory_is_locked(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     holder = (
         "import sys\nfrom pathlib import Path\nfrom tests.run.test_directory import *\n"
@@ -103,7 +103,7 @@ def test_two_processes_cannot_train_in_one_directory(tmp_path: Path) -> None:
         assert (tmp_path / ".lock").read_text() == str(os.getpid())
 
 
-def test_a_failed_write_of_the_settings_leaves_the_former_ones(
+def test_failed_write_keeps_the_old_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.toml").write_text("before")
@@ -118,9 +118,7 @@ def test_a_failed_write_of_the_settings_leaves_the_former_ones(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o700)])
-def test_the_directory_has_the_permissions_of_the_users_umask(
-    tmp_path: Path, umask: int, mode: int
-) -> None:
+def test_directory_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     former = os.umask(umask)
     try:
         with directory.opened(run_in(tmp_path / "run", resumed=False)):

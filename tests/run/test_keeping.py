@@ -78,9 +78,7 @@ def saved(lives: Any, chunks: int = 12, **settings: Any) -> ReplayCore:
     return memory
 
 
-def test_a_resumed_run_has_every_transition_and_priority_that_the_former_one_had(
-    lives: Any, tmp_path: Path
-) -> None:
+def test_resume_restores_transitions_and_priorities(lives: Any, tmp_path: Path) -> None:
     before = saved(lives, chunks=40)
     life = lives()
     memory = life.start()
@@ -94,9 +92,7 @@ def test_a_resumed_run_has_every_transition_and_priority_that_the_former_one_had
     np.testing.assert_array_equal(memory.draw(8).indices, before.draw(8).indices)
 
 
-def test_without_the_flag_nothing_is_written_and_what_was_saved_is_still_loaded(
-    lives: Any, tmp_path: Path
-) -> None:
+def test_never_saves_but_still_loads(lives: Any, tmp_path: Path) -> None:
     life = lives(save_replay="never", resume="")
     add(life.start(), 0, 3)
     life.keeper.close()
@@ -108,12 +104,12 @@ def test_without_the_flag_nothing_is_written_and_what_was_saved_is_still_loaded(
     assert len(life.said) == 1
 
 
-def test_a_run_that_is_not_resumed_begins_with_an_empty_memory(lives: Any) -> None:
+def test_new_run_starts_empty(lives: Any) -> None:
     saved(lives)
     assert len(lives(resume="").start()) == 0
 
 
-def test_another_process_of_the_same_run_goes_on_with_the_memory_as_it_is(lives: Any) -> None:
+def test_restarted_process_keeps_the_memory(lives: Any) -> None:
     saved(lives)
     life = lives()
     add(life.start(), 1000, 1)
@@ -122,7 +118,7 @@ def test_another_process_of_the_same_run_goes_on_with_the_memory_as_it_is(lives:
     assert again.said == []
 
 
-def test_what_a_killed_load_has_left_is_loaded_again(lives: Any) -> None:
+def test_killed_load_is_repeated(lives: Any) -> None:
     before = saved(lives)
     life = lives()
     life.words.load(over=False)
@@ -135,9 +131,7 @@ def test_what_a_killed_load_has_left_is_loaded_again(lives: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["manifest", "state", "chunks"])
-def test_damaged_memory_is_one_line_and_kept_under_another_name(
-    lives: Any, tmp_path: Path, which: str
-) -> None:
+def test_damaged_memory_is_renamed_and_reported(lives: Any, tmp_path: Path, which: str) -> None:
     saved(lives)
     (file,) = (f for f in (tmp_path / FOLDER).iterdir() if f.name.startswith(which))
     content = bytearray(file.read_bytes())
@@ -165,7 +159,7 @@ def test_damaged_memory_is_one_line_and_kept_under_another_name(
         ({"reward_clip": False}, "reward_clip was True and is False"),
     ],
 )
-def test_memory_of_other_settings_is_not_used_and_what_differs_is_said(
+def test_memory_of_other_settings_is_not_used(
     lives: Any, tmp_path: Path, settings: dict[str, Any], why: str
 ) -> None:
     saved(lives)
@@ -177,15 +171,13 @@ def test_memory_of_other_settings_is_not_used_and_what_differs_is_said(
 
 
 @pytest.mark.parametrize("settings", [{"capacity": 9000}, {"actors": 3}, {"save_replay": "always"}])
-def test_what_does_not_change_the_meaning_of_a_transition_may_change(
-    lives: Any, settings: dict[str, Any]
-) -> None:
+def test_unrelated_settings_may_change(lives: Any, settings: dict[str, Any]) -> None:
     before = saved(lives, capacity=8000)
     memory = lives(**{"capacity": 8000} | settings).start()
     assert twin(memory) == twin(before)
 
 
-def test_memory_that_cannot_be_read_now_ends_the_run_and_stays_as_it_is(
+def test_unreadable_memory_ends_the_run_unchanged(
     lives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = saved(lives)
@@ -203,7 +195,7 @@ def test_memory_that_cannot_be_read_now_ends_the_run_and_stays_as_it_is(
     assert twin(lives().start()) == twin(before)
 
 
-def test_a_full_disk_is_told_at_the_start_and_at_the_end_and_the_former_save_stays(
+def test_full_disk_is_reported_and_keeps_the_last_save(
     lives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = saved(lives)
@@ -220,7 +212,7 @@ def test_a_full_disk_is_told_at_the_start_and_at_the_end_and_the_former_save_sta
     assert twin(lives().start()) == twin(before)
 
 
-def test_always_saves_at_every_checkpoint_beside_the_work(lives: Any, tmp_path: Path) -> None:
+def test_always_saves_in_the_background(lives: Any, tmp_path: Path) -> None:
     life = lives(save_replay="always", checkpoint_minutes=1.0, resume="")
     memory = life.start()
     add(memory, 0, 4)
@@ -245,7 +237,7 @@ def test_always_saves_at_every_checkpoint_beside_the_work(lives: Any, tmp_path: 
     assert life.said == []  # nothing went wrong
 
 
-def test_a_save_beside_the_work_that_fails_is_told_and_so_is_the_one_that_works_again(
+def test_failed_background_save_is_reported_until_one_works(
     lives: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = lives(save_replay="always", checkpoint_minutes=1.0, resume="")
@@ -261,7 +253,7 @@ def test_a_save_beside_the_work_that_fails_is_told_and_so_is_the_one_that_works_
     assert life.words.unsaved == 0
 
 
-def test_an_empty_memory_is_not_saved_over_what_was_saved(lives: Any, tmp_path: Path) -> None:
+def test_empty_memory_does_not_replace_a_save(lives: Any, tmp_path: Path) -> None:
     life = lives(resume="")
     life.start()
     life.keeper.close()
@@ -283,13 +275,13 @@ class Clock:
         return self.now_s - began_s
 
 
-def test_the_end_waits_for_a_save_that_has_not_begun_only_for_a_while() -> None:
+def test_save_deadline_expires_if_the_save_does_not_begin() -> None:
     clock = Clock()
     assert clock.waits_until() == 31.0
     assert "too slow" in clock.said[-1]
 
 
-def test_the_end_waits_as_long_as_the_size_and_the_speed_of_the_disk_allow() -> None:
+def test_save_deadline_follows_the_disks_speed() -> None:
     clock = Clock()
     clock.words.last(over=False)
     clock.words.set_progress(0, 10**9)
@@ -304,7 +296,7 @@ def test_the_end_waits_as_long_as_the_size_and_the_speed_of_the_disk_allow() -> 
     assert "too slow" in clock.said[-1]
 
 
-def test_the_end_does_not_wait_for_ever_for_a_process_that_has_saved() -> None:
+def test_save_deadline_expires_after_the_save() -> None:
     clock = Clock()
     clock.words.set_progress(5, 5)
     clock.words.last(over=True)
@@ -312,13 +304,13 @@ def test_the_end_does_not_wait_for_ever_for_a_process_that_has_saved() -> None:
     assert clock.said == []
 
 
-def test_a_settings_hash_does_not_know_the_flag() -> None:
+def test_settings_hash_ignores_save_replay() -> None:
     both = [Config().replace(save_replay=mode).shared(replays=True) for mode in ("never", "stop")]
     assert both[0] == both[1]
     assert "save_replay" not in both[0]
 
 
-def test_a_snapshot_that_is_not_of_a_run_is_not_used(lives: Any, tmp_path: Path) -> None:
+def test_library_snapshot_is_not_used(lives: Any, tmp_path: Path) -> None:
     life = lives(resume="")
     memory = life.start()
     add(memory, 0, 4)

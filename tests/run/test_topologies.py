@@ -15,7 +15,7 @@ from zapex.run.topologies import Start, make_learner
 from zapex.shm_transport import HostMemory
 
 
-def test_a_learner_that_died_before_its_first_checkpoint_goes_on_from_what_it_published(
+def test_learner_without_checkpoint_resumes_from_published_parameters(
     tmp_path: Path,
 ) -> None:
     config = Config().replace(
@@ -39,9 +39,7 @@ def test_a_learner_that_died_before_its_first_checkpoint_goes_on_from_what_it_pu
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "all"])
-def test_each_part_has_a_maker_for_its_roles_and_a_ring_for_each_of_their_links(
-    name: str, tmp_path: Path
-) -> None:
+def test_each_part_has_its_rings_and_its_command(name: str, tmp_path: Path) -> None:
     membership = Membership(name, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
     config = Config().replace(env="CartPole-v1", actors=2, envs_per_actor=2)
     run = Run(config, environments.check("CartPole-v1"), tmp_path, membership=membership)

@@ -46,11 +46,10 @@ from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
-from zapex.roles.inference import Inference
 from zapex.roles.intake import Intake
 from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
-from zapex.roles.values import Pull
+from zapex.roles.values import Inference, Pull
 from zapex.shm_ring import ShmRing
 from zapex.shm_transport import HostMemory, HostPlan
 from zapex.transport import Sampled

@@ -1,1 +1,1 @@
-"""Environments: which there are, how they are stepped, and what their games score."""
+"""Environments: what is played, how it is stepped, and the results of games."""

@@ -3,15 +3,14 @@
 Each process is the only writer of one block. The parent reads all blocks and does not write. A
 block is an array of aligned 8-byte words, so a reader never sees half a number:
 
-    header | phases (ns) | their processor time (ns) | counters (int64) | gauges (float64)
+    header | phases (ns) | counters (int64) | gauges (float64)
 
-    I1  every word has exactly one writer: the role; the header's last word: an observer
+    I1  every word has exactly one writer: the role
     I2  sum(phases) = time of the last phase change - start: each nanosecond is in one phase
     I3  counters never decrease; a role that was restarted attaches and continues counting
 
 Because of I2 a reader needs no stamp: the rest of (now - start) belongs to the running phase.
-Times are `time.perf_counter_ns()`, which is one clock for all processes of a Linux host. Processor
-time is that of the role's thread. It needs a system call, so it is counted only on request.
+Times are `time.perf_counter_ns()`, which is one clock for all processes of a Linux host.
 """
 
 import math
@@ -127,7 +126,7 @@ EPISODE: Final = np.dtype(
 )
 """One finished episode; actors send it, `zapex.watch.monitor.Episodes` sums it."""
 
-_ROLE, _PID, _START, _PHASE, _HEARTBEAT, _COUNT_CPU, _HEADER_WORDS = range(7)
+_ROLE, _PID, _START, _PHASE, _HEARTBEAT, _HEADER_WORDS = range(6)
 _MOST: Final = 1 << 62  # larger than any real count; a peer's values are limited to it
 _MAGIC: Final = 0x7A61_7065_7800  # "zapex", and the role's number in the last byte
 
@@ -168,19 +167,15 @@ class RoleMetrics:
         self._words = words.cast("q")
         self._floats = words.cast("d")
         self.array = np.frombuffer(words, np.int64)
-        self._to_cpu = len(table.phases)  # from a phase's word to its processor time's word
-        first_counter = _HEADER_WORDS + 2 * len(table.phases)
+        first_counter = _HEADER_WORDS + len(table.phases)
         first_gauge = first_counter + len(table.counters)
         self._phases = {name: _HEADER_WORDS + i for i, name in enumerate(table.phases)}
         self._counters = {name: first_counter + i for i, name in enumerate(table.counters)}
         self._gauges = {name: first_gauge + i for i, name in enumerate(table.gauges)}
         # The words that may be summed over hosts.
-        phases = self._phases.values()
-        cpu = [i + self._to_cpu for i in phases]
-        self._summed = (*phases, *cpu, *self._counters.values())
+        self._summed = (*self._phases.values(), *self._counters.values())
         self._added: dict[str, int] = {}
         self._since_ns = 0
-        self._cpu_since_ns = 0
         self._running = 0  # the running phase's word; 0 until this process enters one
 
         stamp = _MAGIC + get_args(Role).index(role)
@@ -193,7 +188,7 @@ class RoleMetrics:
     @staticmethod
     def required_bytes() -> int:
         """Bytes of one block, the same for every role; whole pairs of cache lines."""
-        most = max(2 * len(t.phases) + len(t.counters) + len(t.gauges) for t in TABLES.values())
+        most = max(len(t.phases) + len(t.counters) + len(t.gauges) for t in TABLES.values())
         return align((_HEADER_WORDS + most) * 8, 128)
 
     def enter(self, phase: str) -> None:
@@ -207,11 +202,6 @@ class RoleMetrics:
             # The phases of a former incarnation stay; the time between both is in no phase.
             words[_START] = now - sum(words[i] for i in self._phases.values())
             words[_PID] = os.getpid()
-        if words[_COUNT_CPU]:
-            cpu = time.thread_time_ns()
-            if self._running and self._cpu_since_ns:
-                words[self._running + self._to_cpu] += cpu - self._cpu_since_ns
-            self._cpu_since_ns = cpu
         words[_PHASE] = word
         words[_HEARTBEAT] = now
         self._running = word
@@ -264,10 +254,6 @@ class RoleMetrics:
             self._words[_PID] = 0
             self._running = 0
 
-    def count_cpu(self) -> None:
-        """Count "cpu/<phase>", too, from now on. An observer with writable memory calls this."""
-        self._words[_COUNT_CPU] = 1
-
     def take_over(
         self,
         received: Any,
@@ -287,7 +273,7 @@ class RoleMetrics:
         new, old = memoryview(received).cast("q"), memoryview(last).cast("q")
         words = self._words
         phase = new[_PHASE]
-        phases = range(_HEADER_WORDS, _HEADER_WORDS + self._to_cpu)
+        phases = range(_HEADER_WORDS, _HEADER_WORDS + len(self._phases))
         if new[_ROLE] != words[_ROLE] or (phase not in phases and phase != 0):
             raise SharedMemoryError(f"a peer's metrics are not those of role {self.role!r}")
         gauges = memoryview(received).cast("d")
@@ -331,7 +317,7 @@ class RoleMetrics:
         return self.table.phases[word - _HEADER_WORDS] if word else ""
 
     def snapshot(self, alive: bool = True) -> dict[str, float]:
-        """All counters and gauges by name; "phase/<name>" and "cpu/<name>" in seconds.
+        """All counters and gauges by name; "phase/<name>" in seconds.
 
         Args:
             alive: the process runs, so the time since its last phase change counts, too.
@@ -344,9 +330,7 @@ class RoleMetrics:
         if alive and header[_PID]:
             running = self.table.phases[header[_PHASE] - _HEADER_WORDS]
             phases[running] += max(0, now - header[_START] - sum(phases.values()))
-        for name, i in self._phases.items():
-            values[f"phase/{name}"] = phases[name] / 1e9
-            values[f"cpu/{name}"] = self._words[i + self._to_cpu] / 1e9
+        values.update((f"phase/{name}", time_ns / 1e9) for name, time_ns in phases.items())
         return values
 
     def value(self, name: str) -> float:
@@ -368,10 +352,9 @@ def sums(blocks: Sequence[RoleMetrics], alive: Callable[[int], bool]) -> dict[st
     rest = now - words[running, _START] - spent[running].sum(axis=1)
     spent[running, words[running, _PHASE] - _HEADER_WORDS] += np.maximum(rest, 0)
     total = words.sum(axis=0)[_HEADER_WORDS:].tolist()
-    counters, gauges = 2 * phases, 2 * phases + len(table.counters)
+    counters, gauges = phases, phases + len(table.counters)
     largest = words[:, _HEADER_WORDS + gauges :].view(np.float64).max(axis=0).tolist()
     values: dict[str, float] = dict(zip(table.counters, total[counters:gauges], strict=True))
     values.update(zip(table.gauges, largest, strict=False))
     values.update((f"phase/{name}", total[i] / 1e9) for i, name in enumerate(table.phases))
-    values.update((f"cpu/{name}", total[phases + i] / 1e9) for i, name in enumerate(table.phases))
     return values

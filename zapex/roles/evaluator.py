@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from zapex.agent.policy import Acting, epsilon_greedy
 from zapex.envs.environments import EnvironmentSpec
-from zapex.envs.scores import Games
+from zapex.envs.games import Games
 from zapex.envs.streams import Episode, Streams, make
 from zapex.envs.video import Mp4Writer
 from zapex.errors import ConfigError
@@ -28,7 +28,7 @@ QValues = Callable[[NDArray[Any]], ArrayLike]
 
 EPSILON = 0.001
 MAX_STREAMS = 10
-"""Of a hundred streams ninety would play on in vain until the longest game ends."""
+"""With 100 streams most would idle until the longest episode ends."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,14 @@ class EvalResult(Games):
 class Moment:
     """One step of the first stream, as a spectator sees it.
 
-    screens: RGB frames (H, W, 3) that followed the action, in their order. q: Q values, float
-    (num_actions,), of the observation before it, and None at a game's beginning. score: of the game
-    so far. game: number of the game, from 1.
+    Attributes:
+        screens: RGB frames (H, W, 3) that followed the action, in order.
+        q: Q values, float (num_actions,), of the observation before the action; None at the start
+            of a game.
+        action: taken in that step.
+        score: of the game so far.
+        steps: of the game so far.
+        game: number of the game, from 1.
     """
 
     screens: Sequence[NDArray[np.uint8]]
@@ -74,13 +79,13 @@ class Spectator(Protocol):
 class RunningEvaluation:
     """Episodes of one policy, a step at a time.
 
-        evaluation = Evaluation(q_values, streams, episodes=10, seed=1)
+        evaluation = RunningEvaluation(q_values, streams, episodes=10, seed=1)
         while not evaluation.done:
             evaluation.do_work()
         evaluation.result().mean
 
-    It resets the streams. With some random actions a greedy policy does not repeat one state for
-    ever. The streams' limit on an episode's frames ends an episode that does not end otherwise.
+    It resets the streams. With some random actions a greedy policy does not repeat one state
+    forever. The streams' limit on an episode's frames ends an episode that does not end otherwise.
     """
 
     def __init__(
@@ -207,8 +212,10 @@ def evaluate(
 class Evaluator:
     """The role: an evaluation of the newest parameters every `period_s`, a step at a time.
 
-    report: called with the returns, the parameters' version, and the run's counters at the time
-    when these parameters were taken.
+    Args:
+        report: called with the returns, the parameters' version, and the run's counters at the
+            time when these parameters were taken.
+        totals: gives the run's counters.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Takes experience from any source into a replay: credit, limiter, eviction, dead actors' slots."""
+"""Takes experience from any source into a replay: credit, limiter, eviction, dead actors' slots.
+
+This is the one place that reclaims the slots of a dead client.
+"""
 
 from typing import Protocol
 
@@ -23,7 +26,7 @@ from zapex.transport import ExperienceSource
 
 
 class Memory(Protocol):
-    """What takes the chunks: a ReplayCore, or a relay's outbox on an actor host."""
+    """What takes the chunks: a ReplayCore, or a relay's Outbox on an actor host."""
 
     store: ChunkStore
     ledger: SlotLedger

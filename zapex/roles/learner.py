@@ -18,7 +18,7 @@ from zapex.transport import ParameterSink, Sampled, SampleSource
 if TYPE_CHECKING:
     from zapex.agent.learning import DQN
 
-_TELL_PERIOD_S = 30.0  # between two lines about rows that cannot be learned from
+_REPORT_S = 30.0  # between two lines about rows that cannot be learned from
 
 
 class Checkpointer(Protocol):
@@ -81,9 +81,19 @@ class AtOnce:
 class Learner:
     """One batch is one duty cycle; it asks for `prefetch` batches ahead.
 
-    batches: memory of `trainer.late` + 1 batches, used in turn. With one more, the source may fill
-    the next batch while this one is learned from. trainer: makes the steps of `dqn`; None: at once.
-    publish_period_s: the least seconds between two publications. clock_s: seconds from any origin.
+    Args:
+        dqn: learns.
+        source: its batches.
+        parameters: where it publishes.
+        batches: memory of `trainer.late` + 1 batches, used in turn. With one more, the source may
+            fill the next batch while this one is learned from.
+        metrics: of the role.
+        checkpointer: says when a checkpoint is due, and writes it.
+        prefetch: batches requested ahead.
+        publish_period_s: the least seconds between two publications.
+        clock_s: seconds from any origin.
+        first_version: the largest version of parameters that is known from before.
+        trainer: makes the steps of `dqn`; None: at once.
     """
 
     def __init__(
@@ -107,7 +117,7 @@ class Learner:
         self._under_way: deque[tuple[Batch, Sampled]] = deque()
         self._metrics, self._checkpointer = metrics, checkpointer
         self._publish_period_s, self._clock_s = publish_period_s, clock_s
-        self._left_out, self._tell_s = 0, -math.inf
+        self._left_out, self._report_due_s = 0, -math.inf
         self._unsent: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
         # Above any version seen, so that readers accept a restarted learner's parameters.
         self.version = max(first_version, parameters.version)
@@ -122,7 +132,9 @@ class Learner:
     def do_work(self) -> int:
         """Learn from one batch; 0 while there is none.
 
-        Raises Diverged; then nothing of that batch is sent or published.
+        Raises:
+            Diverged: a TD error or the loss is not finite; nothing of that batch is sent or
+                published.
         """
         metrics = self._metrics
         if self._checkpointer.due():
@@ -160,7 +172,7 @@ class Learner:
                 f"a TD error is {largest}: learning has diverged. Lower --lr, clip rewards, or "
                 "look for infinite rewards or observations; the newest checkpoint is from before"
             )
-        self._tell(facts.get("left_out", 0.0))
+        self._report_left_out(facts.get("left_out", 0.0))
         metrics.add("batches")
         metrics.add("samples", len(td_errors))
         metrics.add("torn_rows", sampled.torn)
@@ -175,11 +187,11 @@ class Learner:
         self._learned += 1
         self._request()
 
-    def _tell(self, left_out: float) -> None:
+    def _report_left_out(self, left_out: float) -> None:
         self._left_out += int(left_out)
         now_s = self._clock_s()
-        if left_out and now_s >= self._tell_s:
-            self._tell_s = now_s + _TELL_PERIOD_S
+        if left_out and now_s >= self._report_due_s:
+            self._report_due_s = now_s + _REPORT_S
             print(
                 f"{self._left_out:,} sampled rows so far had numbers that are not finite, or "
                 f"above {LARGEST:.0e}, and are not learned from: look for them in the rewards and "

@@ -18,17 +18,20 @@ _PAUSE_S = 0.005
 
 
 class Outbox:
-    """An Intake uses this in place of a replay: it sends each chunk that the Intake takes over.
+    """The Memory of a relay's Intake: it sends each chunk that the Intake takes over.
 
     A slot stays committed until the replay has its chunk, so a dead relay loses no chunk: its next
-    incarnation finds the slot and sends the chunk again. The replay drops a chunk that it has.
+    incarnation finds the slot and sends the chunk again. The replay drops repeats.
+
+    Attributes:
+        arrived, arrived_chunks: transitions and chunks that the replay has.
+        on_their_way: chunks whose slots are not free yet.
     """
 
     def __init__(self, store: ChunkStore, layout: ReplayLayout, link: ChunkLink) -> None:
         self.store, self.layout, self.link = store, layout, link
         self.ledger = SlotLedger(store)
-        self.arrived = self.arrived_chunks = 0  # transitions and chunks that the replay has
-        self.on_their_way = 0  # chunks whose slots are not free yet
+        self.arrived = self.arrived_chunks = self.on_their_way = 0
 
     def __len__(self) -> int:
         """0: nothing can be drawn here."""
@@ -50,10 +53,19 @@ class Outbox:
 
 
 class Relay:
-    """One duty cycle: chunks out, slots back to actors, parameters in, statistics out.
+    """Sends chunks, gives slots back to actors, receives parameters, and sends statistics.
 
-    link_ready: whether something has come from the replay. report: sends statistics when due.
-    ended: whether all actors are certainly dead, and all their commits are visible.
+    Args:
+        intake: takes chunks of `actors` into `outbox`.
+        outbox: sends them.
+        actors: the links of this host's actors.
+        source: parameters from the learner.
+        mailbox: parameters for this host's actors.
+        metrics: of the role.
+        parameter_bytes: of all float32 parameters.
+        link_ready: whether something has come from the replay.
+        report: sends statistics when due; returns how much it was.
+        ended: whether all actors are certainly dead, and all their commits are visible.
     """
 
     def __init__(
@@ -73,7 +85,7 @@ class Relay:
         self._intake, self._outbox, self._actors = intake, outbox, actors
         self._source, self._mailbox, self._metrics = source, mailbox, metrics
         self._received = np.empty(parameter_bytes, np.uint8)
-        self._version = mailbox.version  # from a former incarnation, or 0
+        self._version = mailbox.version  # of a former incarnation, or 0
         self._link_ready, self._report, self._ended = link_ready, report, ended
         metrics.enter("other")
         metrics.set("slots", outbox.store.slots)

@@ -13,43 +13,16 @@ from zapex.sumtree_numba import Method
 from zapex.transport import ExperienceSource, SampleSink
 
 
-class ReplayCounts:
-    """Applies priorities to a memory, and publishes what it holds and what was done to it."""
-
-    def __init__(self, replay: ReplayCore, intake: Intake, metrics: RoleMetrics) -> None:
-        self._replay, self._intake, self._metrics = replay, intake, metrics
-        self.updates_refused = 0
-
-    def reprioritise(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> None:
-        """Apply new priorities. A learner that has diverged must not damage the memory."""
-        try:
-            self._replay.reprioritise(keys, priorities.astype(np.float64))
-        except (InvalidPriority, ConfigError) as error:
-            if not self.updates_refused:
-                print(f"an update is refused, more are only counted: {error}", file=sys.stderr)
-            self.updates_refused += 1
-
-    def publish(self) -> None:
-        """Write the present numbers into the metrics."""
-        metrics, replay = self._metrics, self._replay
-        metrics.add_up(
-            inserted=self._intake.inserted,
-            updates_refused=self.updates_refused,
-            **{n: getattr(replay, n) for n in ("evicted", "updates_applied", "updates_stale")},
-        )
-        for name, value in {
-            "live": len(replay),
-            "bytes_used": replay.ledger.counts["live"] * replay.store.layout.body_bytes,
-            **{f"slots_{state}": count for state, count in replay.ledger.counts.items()},
-        }.items():
-            metrics.set(name, value)
-
-
 class ReplayServer:
-    """One duty cycle over a source of experience and the learner's requests.
+    """Takes in chunks, then priorities, then answers requests, from the newest state.
 
-    It handles chunks first, then priorities, then samples. So a request is answered from the newest
-    state.
+    Args:
+        replay: the memory.
+        intake: takes chunks of `source` into `replay`.
+        source: the links of all actors.
+        sink: the learner's link.
+        metrics: of the role.
+        method: how batches are drawn.
     """
 
     def __init__(
@@ -67,7 +40,7 @@ class ReplayServer:
         self._method = method
         self._released = 0
         self._state = 0  # an index of LIMITER_STATES
-        self._counts = ReplayCounts(replay, intake, metrics)
+        self._updates_refused = 0
         metrics.enter("other")
         metrics.set("capacity", replay.layout.capacity)
 
@@ -79,7 +52,7 @@ class ReplayServer:
         work = self.intake.do_work(self._sink.issued, self._released)
         metrics.enter("update")
         for keys, priorities in self._sink.updates():
-            self._counts.reprioritise(keys, priorities)
+            self._reprioritise(keys, priorities)
             work += 1
         metrics.enter("sample")
         for _ in range(self._sink.requests()):
@@ -112,10 +85,31 @@ class ReplayServer:
         self._publish_counts()
         self._metrics.leave()
 
+    def _reprioritise(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> None:
+        """Apply new priorities. A learner that has diverged must not damage the memory."""
+        try:
+            self.replay.reprioritise(keys, priorities.astype(np.float64))
+        except (InvalidPriority, ConfigError) as error:
+            if not self._updates_refused:
+                print(f"a priority update is refused, more are counted: {error}", file=sys.stderr)
+            self._updates_refused += 1
+
     def _publish_counts(self) -> None:
-        self._counts.publish()
-        self._metrics.set("limiter", self._state)
-        self._metrics.set("owed", self._limiter.owed)
+        metrics, replay = self._metrics, self.replay
+        counts = replay.ledger.counts
+        metrics.add_up(
+            inserted=self.intake.inserted,
+            updates_refused=self._updates_refused,
+            evicted=replay.evicted,
+            updates_applied=replay.updates_applied,
+            updates_stale=replay.updates_stale,
+        )
+        metrics.set("live", len(replay))
+        metrics.set("bytes_used", counts["live"] * replay.store.layout.body_bytes)
+        for state, count in counts.items():
+            metrics.set(f"slots_{state}", count)
+        metrics.set("limiter", self._state)
+        metrics.set("owed", self._limiter.owed)
 
     def _limiter_state(self) -> str:
         """Which side waits now: one of LIMITER_STATES."""

@@ -1,4 +1,4 @@
-"""An actor's own forward pass: Q values of parameters that the actor pulls itself."""
+"""Q values for actors: from an actor's own network, or from the inference role of its host."""
 
 from typing import TYPE_CHECKING
 
@@ -6,16 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.host.metrics import RoleMetrics
-from zapex.transport import ParameterSource
+from zapex.transport import ParameterSource, QuestionSource
 
 if TYPE_CHECKING:  # it loads torch, which only a maker of policies needs
     from zapex.agent.policy import Acting
 
 
 class Pull:
-    """Loads a policy with the newest parameters, every so many passes.
+    """Loads the newest parameters into a policy, every so many passes.
 
-    period: passes between two pulls; a pass may count as several.
+    Args:
+        policy: takes the parameters.
+        parameters: where they come from.
+        metrics: of the role.
+        period: passes between two pulls; a pass may count as several.
+        parameter_bytes: of all float32 parameters.
     """
 
     def __init__(
@@ -32,7 +37,7 @@ class Pull:
         return self.version > 0 or self._parameters.version > 0
 
     def newest(self, passes: int = 1) -> int:
-        """Pull if it is time, before so many passes. Returns the version, 0 if there is none."""
+        """Pull if it is time, before `passes` passes. Returns the version, 0 if there is none."""
         self._left -= passes
         if self._left >= 0 and self.version:
             return self.version
@@ -47,7 +52,7 @@ class Pull:
 
 
 class OwnValues:
-    """A ValueSource that computes when it is asked."""
+    """A ValueSource that computes by itself, with parameters that it pulls."""
 
     phase = "wait"
 
@@ -71,3 +76,57 @@ class OwnValues:
         obs, self._obs = self._obs, None
         self._metrics.enter("forward")
         return self._policy.q_values(obs), version
+
+
+class Inference:
+    """The role that computes for all actors of its host, with one forward pass for all that wait.
+
+    It never waits to fill a batch: requests that arrive during a pass are answered in the next one
+    (docs/decisions.md).
+
+    Args:
+        questions: the actors' requests.
+        policy: what computes.
+        pull: loads parameters into `policy`.
+        metrics: of the role.
+        streams: of each actor.
+    """
+
+    def __init__(
+        self,
+        questions: QuestionSource,
+        policy: "Acting",
+        pull: Pull,
+        metrics: RoleMetrics,
+        *,
+        streams: int,
+    ) -> None:
+        self._questions, self._policy, self._pull = questions, policy, pull
+        self._metrics, self._streams = metrics, streams
+        metrics.enter("other")
+
+    def do_work(self) -> int:
+        """Answer waiting actors. Returns how many streams; 0: none, or no parameters."""
+        metrics = self._metrics
+        asked = len(self._questions.find())
+        if not asked or not self._pull.newest(asked):
+            metrics.enter("idle")
+            return 0
+        metrics.enter("forward")
+        places = self._questions.find()  # more may have asked during the pull
+        q = self._policy.q_values(self._questions.items(places))
+        metrics.enter("answer")
+        self._questions.answer(q, self._pull.version)
+        metrics.add("passes")
+        metrics.add("answers", len(places))
+        metrics.add("streams", len(places) * self._streams)
+        metrics.enter("idle")
+        return len(places) * self._streams
+
+    def ready(self) -> bool:
+        """Whether an actor waits and there are parameters: for `wait(ready, timeout_s)`."""
+        return len(self._questions.find()) > 0 and self._pull.ready()
+
+    def close(self) -> None:
+        """Stop. The next incarnation answers the actors that wait now."""
+        self._metrics.leave()

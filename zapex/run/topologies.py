@@ -28,11 +28,10 @@ from zapex.machine.exchange import Exchange
 from zapex.machine.resources import given_cores, idle_seconds
 from zapex.replay.core import ReplayCore
 from zapex.roles.actor import Actor
-from zapex.roles.inference import Inference
 from zapex.roles.intake import Intake
 from zapex.roles.learner import AtOnce, Learner, Trainer
 from zapex.roles.replay_server import ReplayServer
-from zapex.roles.values import OwnValues, Pull
+from zapex.roles.values import Inference, OwnValues, Pull
 from zapex.run.keeping import Keeper
 from zapex.run.run import NOT_ACTORS, Clock, Run
 from zapex.shm_transport import HostMemory

@@ -69,8 +69,7 @@ def numbers(snapshot: Snapshot) -> dict[str, float]:
         values[f"charts/episodic_return_epsilon/{name}"] = mean
     kept = {"replay": snapshot.replay, "relay": snapshot.relay, "inference": snapshot.inference}
     for role, counts in kept.items():
-        phases = ("phase/", "cpu/")
-        values |= {f"{role}/{n}": x for n, x in counts.items() if not n.startswith(phases)}
+        values |= {f"{role}/{n}": x for n, x in counts.items() if not n.startswith("phase/")}
     if learner.get("batches"):
         values["losses/td_loss"], values["losses/q_values"] = learner["loss"], learner["q_mean"]
         for name in ("td_abs_mean", "grad_norm", "priority_mean", "priority_max"):

@@ -1,0 +1,1 @@
+"""Studies: how actors and learner balance on this machine, and a model of a run on many hosts."""
