@@ -245,7 +245,7 @@ def test_without_the_dependencies_every_command_is_one_line() -> None:
         "for command in ('train', 'eval run', 'replay', 'keygen new', 'doctor', 'demo'):\n"
         "    assert main(command.split()) == 2, command\n"
     )
-    packages = ("gymnasium", "ale_py", "torch", "zmq", "psutil", "rich", "safetensors")
+    packages = ("gymnasium", "ale_py", "torch", "zmq", "rich", "safetensors")
     done = subprocess.run(
         [sys.executable, "-c", code, *packages], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, check=False,

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import resource
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +169,12 @@ def processor_seconds(cpus: Collection[int], root: Path = _ROOT) -> tuple[float,
     ticks = [[int(n) for n in words[1:9]] for words in lines if words and words[0] in wanted]
     second = os.sysconf("SC_CLK_TCK")
     return sum(sum(one[3:5]) for one in ticks) / second, sum(map(sum, ticks)) / second
+
+
+def process_age_s(root: Path = _ROOT) -> float:
+    """Seconds since this process was started, before Python began to run."""
+    fields = _read(root / "proc/self/stat").rpartition(")")[2].split()  # the name may hold anything
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_fact(field: str, root: Path = _ROOT) -> int:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 from numpy.typing import ArrayLike, NDArray
 
 from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
@@ -253,7 +252,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 def _is_writing(pid: int) -> bool:
     """Whether another process may still be writing it; this one writes one file at a time."""
-    return pid != os.getpid() and psutil.pid_exists(pid)
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def find(run_dir: Path, name: str) -> Path:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from zapex.errors import ConfigError
 from zapex.host.metrics import Role
 from zapex.host.plan import FENCED, NEWS, OVER
 from zapex.host.roster import SaveWords
 from zapex.machine.disk import why_not_written
+from zapex.machine.resources import process_age_s
 from zapex.run import checkpoints, directory
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
@@ -42,8 +41,7 @@ _FIRSTS = {"first_step_s": ("actor", "steps"), "first_batch_s": ("learner", "bat
 
 def command_started_ns() -> int:
     """The start of this process, on the clock of `time.perf_counter_ns`."""
-    age_s = time.time() - psutil.Process().create_time()
-    return time.perf_counter_ns() - int(age_s * 1e9)
+    return time.perf_counter_ns() - int(process_age_s() * 1e9)
 
 
 @dataclass(frozen=True)

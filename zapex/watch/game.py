@@ -56,12 +56,22 @@ def colours(pixels: NDArray[np.uint8], all_colours: bool) -> NDArray[np.int32]:
 def fitted(frame: NDArray[np.uint8], columns: int, rows: int, aspect: float) -> NDArray[np.uint8]:
     """The frame (H, W, 3) in at most `columns` x `rows` cells of two pixels each, one above the
     other: (2 * rows, columns, 3). aspect: width by height, as a player sees it."""
-    from PIL import Image
-
     height = 2 * min(rows, int(columns / aspect / 2))
     width = min(columns, round(height * aspect))
-    size = (max(1, width), max(2, height))
-    return np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BOX))
+    down, across = _averaging(len(frame), max(2, height)), _averaging(frame.shape[1], max(1, width))
+    planes = np.ascontiguousarray(np.moveaxis(frame, -1, 0), np.float32)
+    means = down @ planes @ across.T
+    return np.ascontiguousarray(np.moveaxis(np.rint(means).astype(np.uint8), 0, -1))
+
+
+def _averaging(pixels: int, cells: int) -> NDArray[np.float32]:
+    """The share (cells, pixels) that each pixel has in each cell's mean."""
+    edges = np.linspace(0, pixels, cells + 1)[:, None]
+    first = np.arange(pixels)
+    shares = np.minimum(edges[1:], first + 1) - np.maximum(edges[:-1], first)
+    shares = np.clip(shares, 0.0, None)
+    found: NDArray[np.float32] = (shares / shares.sum(1, keepdims=True)).astype(np.float32)
+    return found
 
 
 def bar(share: float, cells: int) -> str:

@@ -27,6 +27,7 @@ from zapex.host.metrics import (
     sums,
 )
 from zapex.machine.disk import why_not_written
+from zapex.machine.resources import memory_fact, processor_seconds
 from zapex.replay.limiter import LimiterConfig
 from zapex.watch.report import (
     TOTALS,
@@ -430,7 +431,9 @@ class Processes:
 
     def __init__(self) -> None:
         self.host_cpu_share = 0.0
-        self.host_memory_bytes = 0.0
+        self.host_memory_bytes = float(memory_fact("MemTotal"))
+        self._cpus = range(os.cpu_count() or 1)
+        self._spent = processor_seconds(self._cpus)
         self._due_ns = 0
         self._used: dict[int, _Used] = {}  # by pid
 
@@ -442,11 +445,11 @@ class Processes:
         """
         period_ns = int(_PROCESS_PERIOD_S * 1e9)
         if now_ns >= self._due_ns:
-            import psutil
-
             self._due_ns = now_ns + period_ns
-            self.host_cpu_share = psutil.cpu_percent(None) / 100
-            self.host_memory_bytes = float(psutil.virtual_memory().total)
+            spent = processor_seconds(self._cpus)
+            idle, whole = (now - before for now, before in zip(spent, self._spent, strict=True))
+            self._spent = spent
+            self.host_cpu_share = max(0.0, 1 - idle / whole) if whole > 0 else 0.0
         wanted = {*pids, os.getpid()} - {0}
         known = {pid: used for pid, used in self._used.items() if pid in wanted}
         old = [pid for pid, used in known.items() if now_ns - used.at_ns >= period_ns]
@@ -476,7 +479,7 @@ class Processes:
 
 
 def _ask_kernel(pid: int, before: _Used | None, at_ns: int) -> _Used | None:
-    """None if the process is gone. Reading two files takes a tenth of psutil's time."""
+    """None if the process is gone."""
     try:
         stat, statm = (_read(f"/proc/{pid}/{name}") for name in ("stat", "statm"))
     except OSError:
