@@ -1,9 +1,9 @@
-"""Double DQN on CartPole in one file, with only the replay of zapex.
+"""Double DQN on CartPole in one file, with zapex's replay and nothing else of zapex.
 
     python examples/cartpole_dqn.py --total-steps 30000
 
-`replay.writer` turns the steps of vector environments into n-step transitions. The learner draws
-by priority, weighs the loss, and sets new priorities from the TD errors.
+`replay.writer` turns the steps of vector environments into n-step transitions. The learner samples
+by priority, weights the loss, and sets new priorities from the TD errors.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target-period", type=int, default=250, help="updates")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--n-step", type=int, default=3)
-    parser.add_argument("--save", help="directory of a snapshot of the replay at the end")
+    parser.add_argument("--save", help="directory in which to save the replay at the end")
     return parser.parse_args()
 
 

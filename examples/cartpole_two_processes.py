@@ -3,9 +3,9 @@
     python examples/cartpole_two_processes.py --total-steps 30000
 
 The learner owns the replay; the actor gets `replay.handle` and writes into it without a copy.
-`samples_per_insert` keeps the two at the same pace, whichever is faster. The actor asks for new
-weights over a pipe once it has taken the last ones, so neither ever waits on the pipe. When the
-learner dies the actor ends, because its next call raises PeerDied.
+`samples_per_insert` keeps both at the same pace. The actor asks for new weights over a pipe after
+it has received the last ones, so neither process waits for the pipe. If the learner dies, the
+actor's next call raises PeerDied, which ends the actor.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import multiprocessing
 import random
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +23,6 @@ from torch import nn
 
 import zapex
 from zapex import PrioritizedReplay, Schema
-from zapex.library.handle import Handle
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,8 +52,8 @@ def q_network(envs: gym.vector.VectorEnv) -> nn.Module:
     )
 
 
-def act(args: argparse.Namespace, handle: Handle, weights: Connection) -> None:
-    """The actor's process: plays with the newest weights until it has played enough."""
+def act(args: argparse.Namespace, handle: Any, weights: Connection) -> None:
+    """The actor's process: plays `total_steps` steps with the newest weights."""
     np.random.seed(args.seed)
     torch.set_num_threads(1)
     envs = make_envs(args)
@@ -94,8 +94,8 @@ def act(args: argparse.Namespace, handle: Handle, weights: Connection) -> None:
 
 
 def send_if_asked(actor: Connection, network: nn.Module) -> None:
-    """The newest weights, where the actor has taken the last ones."""
-    with contextlib.suppress(EOFError, ConnectionError):  # it has played enough, and is gone
+    """Send the newest weights if the actor has received the last ones."""
+    with contextlib.suppress(EOFError, ConnectionError):  # the actor has ended
         if actor.poll() and actor.recv():
             actor.send([parameter.detach().numpy() for parameter in network.parameters()])
 

@@ -1,6 +1,6 @@
-"""Settings chosen by Optuna, with poor trials ended early: pip install optuna.
+"""Optuna searches for settings and stops poor trials early.
 
-python examples/optuna_sweep.py --trials 10 --max-frames 20000
+pip install optuna && python examples/optuna_sweep.py --trials 10 --max-frames 20000
 """
 
 import argparse
@@ -11,7 +11,7 @@ import zapex
 
 
 def objective(trial, max_frames):
-    """The mean return of a run's last games."""
+    """Train with the trial's settings. Returns the mean return of the last games."""
     last = 0.0
 
     def on_report(report):
@@ -22,11 +22,14 @@ def objective(trial, max_frames):
         return not trial.should_prune()
 
     config = zapex.TrainConfig(
-        env="CartPole-v1", preset="laptop", actors=1, max_frames=max_frames,
+        env="CartPole-v1",
+        preset="laptop",
+        actors=1,
+        max_frames=max_frames,
         lr=trial.suggest_float("lr", 1e-5, 1e-2, log=True),
         n_step=trial.suggest_int("n_step", 1, 5),
         run_dir=f"runs/sweep-{trial.study.study_name}-{trial.number}",
-    )  # fmt: skip
+    )
     result = zapex.train(config, on_report)
     if result.reason == "on_report returned False":
         raise optuna.TrialPruned

@@ -1,4 +1,4 @@
-"""An environment of one's own, with a wrapper: a grid in which the agent has to find the goal.
+"""A custom environment and a wrapper: a grid in which the agent has to reach the goal.
 
 python examples/own_env.py --max-frames 20000
 """
@@ -15,7 +15,7 @@ MOVES = ((0, 1), (1, 0), (0, -1), (-1, 0))
 
 
 class Grid(gymnasium.Env):
-    """Where the agent and the goal are, as two pairs of numbers; each step costs 0.1."""
+    """Observations are the places of the agent and of the goal; each step costs 0.1."""
 
     observation_space = gymnasium.spaces.Dict(
         {name: gymnasium.spaces.Box(0, SIDE - 1, (2,), np.float32) for name in ("agent", "goal")}
@@ -26,20 +26,20 @@ class Grid(gymnasium.Env):
         super().reset(seed=seed)
         self.agent, self.goal = self.np_random.integers(SIDE, size=(2, 2))
         self.steps = 0
-        return self.seen(), {}
+        return self.observe(), {}
 
-    def seen(self):
+    def observe(self):
         return {"agent": self.agent.astype(np.float32), "goal": self.goal.astype(np.float32)}
 
     def step(self, action):
         self.agent = np.clip(self.agent + MOVES[action], 0, SIDE - 1)
         self.steps += 1
-        there = bool((self.agent == self.goal).all())
-        return self.seen(), 1.0 if there else -0.1, there, self.steps >= 50, {}
+        reached = bool((self.agent == self.goal).all())
+        return self.observe(), 1.0 if reached else -0.1, reached, self.steps >= 50, {}
 
 
 class Relative(gymnasium.ObservationWrapper):
-    """Only where the goal is, seen from the agent."""
+    """Only the place of the goal relative to the agent."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -52,12 +52,21 @@ class Relative(gymnasium.ObservationWrapper):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-frames", type=int, default=20_000)
-    parser.add_argument("--whole", action="store_true", help="the whole Dict, without the wrapper")
+    parser.add_argument(
+        "--whole", action="store_true", help="without the wrapper: observe both places"
+    )
     args = parser.parse_args()
     config = zapex.TrainConfig(
-        env=Grid, preset="laptop", actors=1, max_frames=args.max_frames, capacity=20_000,
-        learning_starts=500, batch_size=64, eval_period_s=5, wrapper=[] if args.whole else Relative,
-    )  # fmt: skip
+        env=Grid,
+        wrapper=[] if args.whole else Relative,
+        preset="laptop",
+        actors=1,
+        max_frames=args.max_frames,
+        capacity=20_000,
+        learning_starts=500,
+        batch_size=64,
+        eval_period_s=5,
+    )
     result = zapex.train(config)
     print(f"{result.steps} steps, best mean return {result.best_return}")
     policy = zapex.load_policy(result.run_dir, "latest")
@@ -65,5 +74,5 @@ def main():
     print("first move", policy(env.reset(seed=1)[0]))
 
 
-if __name__ == "__main__":  # the processes of the run import this file
+if __name__ == "__main__":  # the run's processes import this file
     main()

@@ -1,4 +1,4 @@
-"""A network and a loss of one's own; `zapex.load_policy` then uses the network.
+"""A custom network and a custom loss; `zapex.load_policy` then loads the network.
 
 python examples/own_network.py --max-frames 20000
 """
@@ -13,7 +13,7 @@ import zapex
 
 
 class Network(nn.Module):
-    """Q values from two layers with tanh."""
+    """Q values from two layers and tanh."""
 
     def __init__(self, observation_space, action_space):
         super().__init__()
@@ -25,7 +25,7 @@ class Network(nn.Module):
 
 
 def loss(predictions, targets):
-    """The loss of each row: flat beyond an error of 5, so that rare surprises weigh less."""
+    """The loss of each row, at most 5, so that rare large errors count less."""
     return F.smooth_l1_loss(predictions, targets, reduction="none").clamp(max=5.0)
 
 
@@ -34,14 +34,19 @@ def main():
     parser.add_argument("--max-frames", type=int, default=20_000)
     args = parser.parse_args()
     config = zapex.TrainConfig(
-        env="CartPole-v1", network=Network, loss=loss, preset="laptop", actors=1,
-        max_frames=args.max_frames, eval_period_s=5,
-    )  # fmt: skip
+        env="CartPole-v1",
+        network=Network,
+        loss=loss,
+        preset="laptop",
+        actors=1,
+        max_frames=args.max_frames,
+        eval_period_s=5,
+    )
     result = zapex.train(config, on_report=lambda report: not report.mean_return > 300)
     print(f"{result.steps} steps, best mean return {result.best_return}")
-    policy = zapex.load_policy(result.run_dir, trust=True)  # it runs `Network`
-    print("Q values of a still pole", policy.q_values([0.0, 0.0, 0.0, 0.0]))
+    policy = zapex.load_policy(result.run_dir, trust=True)  # it runs the code of `Network`
+    print("Q values of an upright pole", policy.q_values([0.0, 0.0, 0.0, 0.0]))
 
 
-if __name__ == "__main__":  # the processes of the run import this file
+if __name__ == "__main__":  # the run's processes import this file
     main()

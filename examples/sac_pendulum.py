@@ -1,9 +1,9 @@
-"""Soft actor-critic (Haarnoja et al. 2018) on Pendulum: Box actions, and an extra column.
+"""Soft actor-critic (Haarnoja et al. 2018) on Pendulum: Box actions and an extra column.
 
     python examples/sac_pendulum.py --total-steps 15000
 
-The extra column is the log-probability of the action that was taken, which tells how far the policy
-has moved since. Temperature and networks are small, because the example is about the replay.
+The extra column is the log-probability of the action under the policy that took it. The networks
+are small and the temperature is fixed, because the example is about the replay.
 """
 
 import argparse
@@ -80,9 +80,13 @@ def main() -> None:
             action, log_prob = (t.numpy() for t in policy(torch.from_numpy(obs)))
         obs, reward, terminated, truncated, _ = envs.step(action)
         writer.add(
-            action=action, reward=reward, next_obs=obs, terminated=terminated,
-            truncated=truncated, log_prob=log_prob,
-        )  # fmt: skip
+            action=action,
+            reward=reward,
+            next_obs=obs,
+            terminated=terminated,
+            truncated=truncated,
+            log_prob=log_prob,
+        )
         score += float(reward[0])
         if terminated[0] or truncated[0]:
             scores.append(score)
@@ -115,12 +119,12 @@ def main() -> None:
         policy_optimizer.step()
         with torch.no_grad():
             for critic, copy in zip(critics, targets, strict=True):
-                for mine, theirs in zip(critic.parameters(), copy.parameters(), strict=True):
-                    theirs.lerp_(mine, 0.005)
+                for new, average in zip(critic.parameters(), copy.parameters(), strict=True):
+                    average.lerp_(new, 0.005)
 
-    ages = -batch["log_prob"]
     print(f"{len(scores)} episodes; mean return of the last 10: {np.mean(scores[-10:]):.1f}")
-    print(f"-log pi when acted, in the last batch: {ages.mean():.2f}; {replay.stats()}")
+    print(f"mean log-probability in the last batch: {batch['log_prob'].mean():.2f}")
+    print(replay.stats())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's DQN with prioritized replay: a buffer, and a `train` that weighs the loss.
+"""Stable-Baselines3's DQN with prioritized replay: a buffer, and a `train` that weights the loss.
 
 pip install stable-baselines3 && python examples/sb3_dqn.py --total-steps 50000
 """
@@ -28,8 +28,19 @@ class Samples(NamedTuple):
 class ZapexBuffer(BaseBuffer):
     """SB3's buffer interface over `replay.extend`, which finds shared frames."""
 
-    def __init__(self, buffer_size, observation_space, action_space, device="auto", n_envs=1,
-                 gamma=0.99, beta=0.4, stack=None, seed=None, **_: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        buffer_size,
+        observation_space,
+        action_space,
+        device="auto",
+        n_envs=1,
+        gamma=0.99,
+        beta=0.4,
+        stack=None,
+        seed=None,
+        **_: Any,
+    ) -> None:
         super().__init__(buffer_size, observation_space, action_space, device, n_envs)
         schema = Schema.from_spaces(observation_space, action_space, 1, gamma, stack=stack)
         self.replay = PrioritizedReplay(buffer_size, schema, seed=seed)
@@ -39,9 +50,13 @@ class ZapexBuffer(BaseBuffer):
         timeouts = np.array([info.get("TimeLimit.truncated", False) for info in infos])
         action = action.reshape(self.n_envs, *self.action_space.shape)
         self.replay.extend(
-            obs=obs, next_obs=next_obs, action=action, reward=reward,
-            terminated=done.astype(bool) & ~timeouts, truncated=timeouts,
-        )  # fmt: skip
+            obs=obs,
+            next_obs=next_obs,
+            action=action,
+            reward=reward,
+            terminated=done.astype(bool) & ~timeouts,
+            truncated=timeouts,
+        )
 
     def size(self) -> int:
         return len(self.replay)
@@ -50,10 +65,14 @@ class ZapexBuffer(BaseBuffer):
         batch = self.replay.sample(batch_size, self.beta)
         data = batch.torch(self.device)
         return Samples(
-            data["obs"], data["action"].unsqueeze(1), data["next_obs"],
-            data["reward"].unsqueeze(1), data["discount"].unsqueeze(1),
-            data["weights"].unsqueeze(1), batch.keys,
-        )  # fmt: skip
+            data["obs"],
+            data["action"].unsqueeze(1),
+            data["next_obs"],
+            data["reward"].unsqueeze(1),
+            data["discount"].unsqueeze(1),
+            data["weights"].unsqueeze(1),
+            batch.keys,
+        )
 
     def _get_samples(self, batch_inds, env=None):
         raise NotImplementedError("rows are drawn by priority: call sample")
@@ -88,10 +107,22 @@ if __name__ == "__main__":
     parser.add_argument("--total-steps", type=int, default=50_000)
     args = parser.parse_args()
     model = PrioritizedDQN(
-        "MlpPolicy", "CartPole-v1", replay_buffer_class=ZapexBuffer, learning_rate=2.3e-3,
-        batch_size=64, buffer_size=100_000, learning_starts=1000, gamma=0.99, seed=1,
-        target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16,
-        exploration_final_eps=0.04, policy_kwargs={"net_arch": [256, 256]}, verbose=1,
-    )  # fmt: skip
+        "MlpPolicy",
+        "CartPole-v1",
+        replay_buffer_class=ZapexBuffer,
+        learning_rate=2.3e-3,
+        batch_size=64,
+        buffer_size=100_000,
+        learning_starts=1000,
+        gamma=0.99,
+        seed=1,
+        target_update_interval=10,
+        train_freq=256,
+        gradient_steps=128,
+        exploration_fraction=0.16,
+        exploration_final_eps=0.04,
+        policy_kwargs={"net_arch": [256, 256]},
+        verbose=1,
+    )
     model.learn(args.total_steps, log_interval=20)
     print(model.replay_buffer.replay.stats())

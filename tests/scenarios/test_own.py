@@ -223,7 +223,7 @@ def test_the_example_of_an_environment_runs(whole: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_a_network_runs() -> None:
-    assert "Q values of a still pole" in example("own_network.py", "--max-frames", "1500")
+    assert "Q values of an upright pole" in example("own_network.py", "--max-frames", "1500")
 
 
 @pytest.mark.slow
