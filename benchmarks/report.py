@@ -309,7 +309,6 @@ COMMANDS = {
     "train_speed": "zapex bench train speed",
     "learning": "make learning",
     "learner": "zapex bench learner",
-    "balance": "zapex bench balance",
     "sumtree": "zapex bench sumtree --peers",
     "replay": "zapex bench replay --peers",
     "clients": "zapex bench clients",

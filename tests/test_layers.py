@@ -135,7 +135,7 @@ def test_only_the_agent_and_what_builds_it_import_torch() -> None:
         for name, tree in TREES.items()
         if any(full.partition(".")[0] == "torch" for full, when in imports(tree) if when != "never")
     }
-    assert found == {"agent", "chunks", "machine", "run", "studies"}  # chunks: Batch.torch
+    assert found == {"agent", "chunks", "machine", "run"}  # chunks: Batch.torch
 
 
 # As text these two are words of commands, too.

@@ -18,7 +18,7 @@ For readers of the code: where things live. Imports run down this map and never 
 
     13  __main__
     12  cli
-    11  clusters, library, studies
+    11  clusters, library
     10  run
      9  zmq_transport
      8  net

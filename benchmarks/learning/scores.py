@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from benchmarks.learning.cells import OURS, PEERS, group_name
-from zapex.envs.atari_scores import human_share
+from zapex.envs.scores import human_share
 from zapex.watch.curves import interquartile
 
 Groups = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]

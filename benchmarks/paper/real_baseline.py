@@ -29,6 +29,7 @@ from zapex.machine.child import child_setup
 from zapex.roles.actor import Actor
 from zapex.roles.values import OwnValues, Pull
 from zapex.run.run import Run
+from zapex.run.topologies import make_dqn, make_policy, most_learner_threads
 
 _PAUSE_S = 0.002  # for a role that cannot go on
 
@@ -47,7 +48,7 @@ def play(run: Run, number: int, client: Any, stop: list[int]) -> dict[str, Any]:
     layout, first = run.plan.replay, number * size
     sink = PairSink(client, layout, size, most_waiting(layout, config.actor.actors))
     metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "actor", create=True)
-    policy = run.policy()
+    policy = make_policy(run)
     pull = Pull(
         policy, Parameters(client), metrics,
         period=run.param_steps, parameter_bytes=run.plan.parameter_bytes,
@@ -76,8 +77,8 @@ def learn(run: Run, client: Any, stop: list[int]) -> dict[str, Any]:
     import torch
 
     config, layout = run.config, run.plan.replay
-    torch.set_num_threads(run.most_learner_threads())
-    dqn = run.dqn()
+    torch.set_num_threads(most_learner_threads(run))
+    dqn = make_dqn(run)
     replay = PrioritizedReplay(
         layout.capacity, layout.schema, config.replay.alpha, config.replay.priority_eps,
         config.run.seed, chunk=layout.chunk, min_size_to_sample=config.replay.learning_starts,

@@ -43,7 +43,7 @@ NOT_RUN = {
 """Page and number of a block -> why nothing here runs it."""
 LINES_NOT_RUN = {
     r"zapex demo\b": "a minute",
-    r"zapex balance\b": "minutes: tests/studies",
+    r"zapex balance\b": "minutes: tests/run/test_balance.py",
     r"zapex train --actors auto": "what zapex balance has found",
     r"zapex bench\b": "make smoke",
     r"zapex watch --game": "a terminal: tests/scenarios/test_watching.py",

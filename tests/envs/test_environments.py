@@ -1,4 +1,4 @@
-"""Environments: what is played, and what is refused with which message."""
+"""Environments: the facts of those that exist, and what is refused with which hint."""
 
 import dataclasses
 import json
@@ -8,14 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from zapex.envs.atari_scores import RANDOM_AND_HUMAN
 from zapex.envs.environments import EnvironmentSpec, check
+from zapex.envs.scores import RANDOM_AND_HUMAN
 from zapex.errors import ConfigError, UnknownEnvironment
 
 TOY = "tests.support.toy_env"
 
 
-def test_breakout_has_the_facts_that_everybody_expects():
+def refused(error, env_id, env_kwargs=None):
+    """The message with which an environment is refused."""
+    with pytest.raises(error) as caught:
+        check(env_id, env_kwargs)
+    return str(caught.value)
+
+
+def test_breakout_is_played_as_in_the_literature():
     spec = check("ALE/Breakout-v5")
     assert (spec.observation_shape, spec.observation_dtype) == ((4, 84, 84), "uint8")
     assert (spec.stack, spec.num_actions, spec.frames_per_step) == (4, 4, 4)
@@ -27,7 +34,7 @@ def test_breakout_has_the_facts_that_everybody_expects():
     assert (column.shape, column.stack) == ((84, 84), 4)
 
 
-def test_an_environment_without_frames_is_its_own_observation():
+def test_a_vector_environment_has_no_stack():
     spec = check("CartPole-v1")
     assert (spec.observation_shape, spec.observation_dtype) == ((4,), "float32")
     assert (spec.stack, spec.num_actions, spec.frames_per_step) == (1, 2, 1)
@@ -51,16 +58,14 @@ def test_a_spec_survives_json(env_id, env_kwargs):
     [
         ("BreakoutNoFrameskip-v4", "own: 1", "probability 0;"),
         ("Breakout-v4", "own: 2 to 4", "probability 0;"),
-        ("Breakout-v0", "own: 2 to 4", "probability 0.25;"),
         ("BreakoutNoFrameskip-v0", "own: 1", "probability 0.25;"),
     ],
 )
-def test_old_ids_are_played_like_v5_and_say_so(env_id, theirs, sticky):
+def test_old_ids_are_played_like_v5_with_a_note(env_id, theirs, sticky):
     spec = check(env_id)
     assert spec.observation_shape == (4, 84, 84)
-    assert len(spec.notes) == 1
-    assert "AtariVectorEnv" in spec.notes[0]
-    assert theirs in spec.notes[0]
+    (note,) = spec.notes
+    assert theirs in note
     assert sticky in spec.describe
 
 
@@ -71,7 +76,7 @@ def test_arguments_of_an_atari_game_change_what_is_described():
     assert "2 frames a step" in spec.describe
 
 
-def test_every_reference_belongs_to_a_game_that_is_there():
+def test_every_reference_belongs_to_a_game_that_exists():
     from ale_py import roms
 
     assert len(RANDOM_AND_HUMAN) == 57
@@ -82,23 +87,18 @@ def test_every_reference_belongs_to_a_game_that_is_there():
     ("env_id", "meant"),
     [
         ("ALE/Brekout-v5", "ALE/Breakout-v5"),
-        ("breakout", "ALE/Breakout-v5"),
         ("BreakoutDeterministic-v4", "ALE/Breakout-v5"),
         ("PongNoFrameskip-v5", "ALE/Pong-v5"),
         ("ALE/Space_Invaders-v5", "ALE/SpaceInvaders-v5"),
-        ("CartPole", "CartPole-v1"),
         ("cartpole-v2", "CartPole-v1"),
+        (f"{TOY}:Lenghts-v0", "Lengths-v0"),
+        ("Xyzzyplugh-v0", "module:callable"),
+        ("no_such_module:Env-v0", "'no_such_module'"),
+        (f"{TOY}:no_such_thing_at_all", "'no_such_thing_at_all'"),
     ],
 )
-def test_a_misspelt_id_is_answered_with_the_nearest(env_id, meant):
-    with pytest.raises(UnknownEnvironment, match=f"did you mean .*{meant}"):
-        check(env_id)
-
-
-def test_an_id_like_no_other_says_how_to_give_ones_own():
-    with pytest.raises(UnknownEnvironment, match="module:callable") as caught:
-        check("Xyzzyplugh-v0")
-    assert "did you mean" not in str(caught.value)
+def test_an_unknown_id_is_refused_with_a_hint(env_id, meant):
+    assert meant in refused(UnknownEnvironment, env_id)
 
 
 def test_modules_give_ids_and_callables():
@@ -108,67 +108,52 @@ def test_modules_give_ids_and_callables():
 
 
 @pytest.mark.parametrize(
-    ("env_id", "says"),
+    ("env_id", "facts"),
     [
-        ("no_such_module:Env-v0", "no module 'no_such_module'"),
-        (f"{TOY}:Lenghts-v0", "did you mean Lengths-v0"),
-        (f"{TOY}:no_such_thing_at_all", "no callable 'no_such_thing_at_all'"),
+        ("Pendulum-v1", ["Discrete", "Box(-2.0, 2.0"]),
+        (f"{TOY}:many_actions", ["Discrete", "MultiDiscrete"]),
+        (f"{TOY}:dict_observations", ["Dict", "'a'", "Discrete"]),
+        ("FrozenLake-v1", ["Box", "Discrete(16)", "FlattenObservation"]),
+        (f"{TOY}:not_an_environment", ["gymnasium.Env"]),
+        ("subprocess:run", ["def run(...) -> gymnasium.Env"]),
+        ("os:system", ["gymnasium.Env"]),
+        ("functools:partial", ["gymnasium.Env"]),
+        (f"{TOY}:liar", ["gymnasium.Env", "str"]),
+        (f"{TOY}:Lengths", ["'lengths'"]),
     ],
 )
-def test_a_module_that_does_not_have_it_is_unknown(env_id, says):
-    with pytest.raises(UnknownEnvironment, match=says):
-        check(env_id)
+def test_an_environment_that_training_does_not_support_is_refused(env_id, facts):
+    message = refused(ConfigError, env_id)
+    for fact in facts:
+        assert fact in message
 
 
 @pytest.mark.parametrize(
-    ("env_id", "says"),
+    ("env_kwargs", "facts"),
     [
-        ("Pendulum-v1", r"Discrete actions .* are Box\(-2.0, 2.0"),
-        (f"{TOY}:many_actions", r"Discrete actions .* are MultiDiscrete"),
-        (f"{TOY}:dict_observations", r"Dict of Box observations, but 'a' .* is Discrete"),
-        ("FrozenLake-v1", r"Box observations .* are Discrete\(16\)"),
-        (f"{TOY}:not_an_environment", r"must be a gymnasium.Env class, or a function whose"),
-        ("subprocess:run", r"that it returns one: def run\(...\) -> gymnasium.Env"),
-        ("os:system", "must be a gymnasium.Env class"),
-        ("functools:partial", "must be a gymnasium.Env class"),
-        (f"{TOY}:liar", "must return a gymnasium.Env, got str"),
-        (f"{TOY}:Lengths", "missing 1 required positional argument: 'lengths'"),
+        ({"reward_clipping": True}, ["'reward_clipping'", "frameskip"]),
+        ({"frameskip": 0}, ["frameskip", "1 to 60", "0"]),
+        ({"frameskip": 2.5}, ["frameskip", "2.5"]),
+        ({"frameskip": True}, ["frameskip", "True"]),
+        ({"repeat_action_probability": 1.5}, ["repeat_action_probability", "0.0 to 1.0", "1.5"]),
+        ({"repeat_action_probability": float("nan")}, ["repeat_action_probability", "nan"]),
+        ({"full_action_space": "yes"}, ["full_action_space", "true or false", "'yes'"]),
+        ({"img_height": 5}, ["img_height", "7 to 210", "5"]),
     ],
 )
-def test_what_training_cannot_do_is_refused_in_words(env_id, says):
-    with pytest.raises(ConfigError, match=says):
-        check(env_id)
+def test_wrong_arguments_of_an_atari_game_are_refused(env_kwargs, facts):
+    message = refused(ConfigError, "ALE/Breakout-v5", env_kwargs)
+    for fact in facts:
+        assert fact in message
 
 
-@pytest.mark.parametrize(
-    ("env_kwargs", "says"),
-    [
-        ({"reward_clipping": True}, "takes no argument 'reward_clipping'"),
-        ({"frameskip": 0}, "frameskip must be 1 to 60, got 0"),
-        ({"frameskip": 2.5}, "frameskip must be 1 to 60, got 2.5"),
-        ({"frameskip": True}, "frameskip must be 1 to 60, got True"),
-        ({"repeat_action_probability": 1.5}, "must be 0.0 to 1.0, got 1.5"),
-        ({"repeat_action_probability": float("nan")}, "must be 0.0 to 1.0, got nan"),
-        ({"full_action_space": "yes"}, "must be true or false, got 'yes'"),
-        ({"img_height": 5}, "must be 7 to 210, got 5"),
-    ],
-)
-def test_wrong_arguments_of_an_atari_game_are_refused(env_kwargs, says):
-    with pytest.raises(ConfigError, match=says):
-        check("ALE/Breakout-v5", env_kwargs)
-
-
-def test_images_are_turned_to_channels_first():
-    spec = check(f"{TOY}:colour_images")
-    assert (spec.observation_shape, spec.observation_dtype) == ((3, 40, 48), "uint8")
-    assert "(40, 48, 3) to (3, 40, 48)" in spec.notes[0]
+def test_observations_are_converted_with_a_note():
+    images, numbers = check(f"{TOY}:colour_images"), check(f"{TOY}:whole_numbers")
+    assert (images.observation_shape, images.observation_dtype) == ((3, 40, 48), "uint8")
+    assert "(3, 40, 48)" in images.notes[0]
     assert check(f"{TOY}:grey_images").observation_shape == (1, 40, 48)
-
-
-def test_whole_numbers_are_learned_as_float32_and_that_is_said():
-    spec = check(f"{TOY}:whole_numbers")
-    assert spec.observation_dtype == "float32"
-    assert "int64, are learned as float32" in spec.notes[0]
+    assert numbers.observation_dtype == "float32"
+    assert "int64" in numbers.notes[0]
 
 
 def test_modules_of_the_working_directory_are_found_from_an_installed_script(tmp_path: Path):
@@ -185,19 +170,15 @@ def test_modules_of_the_working_directory_are_found_from_an_installed_script(tmp
         "try:\n    check('broken:env')\nexcept Exception as error:\n    print(error)\n"
         "print(sorted({'torch', 'numba'} & set(sys.modules)))\n"
     )
+    command = [sys.executable, "-I", "-c", script]
     out = subprocess.run(
-        [sys.executable, "-I", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
-    assert out.stdout.splitlines() == [
-        "2",
-        "broken:env: importing broken failed: ZeroDivisionError: division by zero",
-        "[]",  # the parent of a run checks, and must stay small
-    ]
+    actions, error, heavy = out.stdout.splitlines()
+    assert actions == "2"
+    assert "broken" in error
+    assert "ZeroDivisionError" in error
+    assert heavy == "[]"  # the parent of a run checks, and must stay small
 
 
 MINE = """
@@ -251,7 +232,7 @@ class Key(Right):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A working directory with an environment of one's own."""
+    """A working directory with the user's own environments."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -261,51 +242,48 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "facts"),
     [
-        ("NoSpace", "mine:NoSpace must have an observation_space"),
-        ("NoSeed", "its reset(seed=0) fails: TypeError"),
-        ("OldReset", "reset must return (observation, info), got ndarray"),
-        ("OldStep", "terminated, truncated, info), got a tuple of 4"),
-        ("Breaks", "its step fails: RuntimeError: boom ("),
-        ("Shape", "of its reset has shape (3,), and its observation_space has (2,)"),
-        ("Fraction", "of its reset has dtype float32, and its observation_space has uint8"),
-        ("NotFinite", "of its reset must have finite numbers"),
-        ("Ragged", "cannot be made an array"),
-        ("NoReward", "the reward of a step must be a number, got None"),
-        ("NoEnd", "terminated of a step must be a bool, got None"),
-        ("Key", "must be a dict with the key 'eye'"),
+        ("NoSpace", ["observation_space"]),
+        ("NoSeed", ["reset(seed=0)", "TypeError"]),
+        ("OldReset", ["reset", "ndarray"]),
+        ("OldStep", ["step", "tuple of 4"]),
+        ("Breaks", ["step", "RuntimeError: boom", "mine.py, line"]),
+        ("Shape", ["reset", "(3,)", "(2,)"]),
+        ("Fraction", ["reset", "float32", "uint8"]),
+        ("NotFinite", ["reset", "finite"]),
+        ("Ragged", ["reset", "array"]),
+        ("NoReward", ["reward", "None"]),
+        ("NoEnd", ["terminated", "None"]),
+        ("Key", ["reset", "'eye'"]),
     ],
 )
 @pytest.mark.usefixtures("mine")
-def test_an_environment_that_cannot_take_a_step_is_refused_before_a_run(name, says):
-    with pytest.raises(ConfigError) as refused:
-        check(f"mine:{name}")
-    assert says in str(refused.value)
-    assert ("mine.py, line" in str(refused.value)) == (name == "Breaks")
+def test_an_environment_whose_first_step_fails_is_refused(name, facts):
+    message = refused(ConfigError, f"mine:{name}")
+    for fact in [f"mine:{name}", *facts]:
+        assert fact in message
+    assert ("mine.py, line" in message) == (name == "Breaks")
 
 
 @pytest.mark.usefixtures("mine")
-def test_whole_and_double_numbers_are_no_mistake():
+def test_whole_and_double_numbers_are_accepted():
     assert check("mine:Right").num_actions == 2
-    assert check(f"{TOY}:whole_numbers").observation_dtype == "float32"
 
 
 @pytest.mark.parametrize(
-    ("env_id", "says"),
+    ("env_id", "meant"),
     [
-        ("mne:Right", "did you mean mine:Right?"),
-        ("mine:Rihgt", "did you mean mine:Right?"),
-        ("mine.Right", "did you mean mine:Right?"),
-        ("mine", "give the class in it as mine:Class"),
-        ("mine.py", "give mine:Class"),
+        ("mne:Right", "mine:Right?"),
+        ("mine:Rihgt", "mine:Right?"),
+        ("mine.Right", "mine:Right?"),
+        ("mine", "mine:Class"),
+        ("mine.py", "mine:Class"),
         ("mine.py:Right", "give mine:Right"),
         ("./mine.py:Right", "give mine:Right"),
         ("run.toml", "--config run.toml"),
     ],
 )
 @pytest.mark.usefixtures("mine")
-def test_a_misspelt_name_of_ones_own_is_told_with_the_right_one(env_id, says):
-    with pytest.raises(UnknownEnvironment) as refused:
-        check(env_id)
-    assert says in str(refused.value)
+def test_a_misspelt_name_of_a_module_is_refused_with_the_right_one(env_id, meant):
+    assert meant in refused(UnknownEnvironment, env_id)

@@ -1,4 +1,4 @@
-"""Streams: every step compared with the game itself."""
+"""Streams: every step compared with a naive game."""
 
 import sys
 
@@ -37,7 +37,7 @@ def test_streams_are_plain_games_step_by_step(env_id, env_kwargs, max_frames, st
     spec = check(env_id, env_kwargs | {"repeat_action_probability": 0.0})
     streams = make(spec, 3, seed=1, max_episode_frames=max_frames, noop_max=0)
     twins = [naive.AtariGame(spec, max_frames) for _ in range(3)]
-    assert not streams.reset()[:, :-1].any()  # what was before the game is black
+    assert not streams.reset()[:, :-1].any()  # frames before the game are black
     seen = dict.fromkeys(("terminated", "truncated", "life_lost", "started"), 0)
     over = [False] * 3
     played = [[0.0, 0] for _ in range(3)]
@@ -73,7 +73,7 @@ def test_streams_are_plain_games_step_by_step(env_id, env_kwargs, max_frames, st
         assert seen["life_lost"] > 0
 
 
-def test_a_life_lost_in_the_step_that_is_cut_is_told_as_both():
+def test_a_life_lost_in_a_truncated_step_is_both():
     spec = check("ALE/Breakout-v5")
     streams = make(spec, 1, seed=1, noop_max=0)
     streams.reset()
@@ -88,6 +88,8 @@ def test_a_life_lost_in_the_step_that_is_cut_is_told_as_both():
     assert last.life_lost[0]
     assert last.truncated[0]
     assert not last.terminated[0]
+    assert last.episode_ends[0]
+    assert last.return_ends[0]
     assert [episode.steps for episode in streams.finished] == [lost_at]
     assert streams.step(np.zeros(1, np.int64)).started[0]
 
@@ -126,17 +128,17 @@ def test_the_seed_decides_every_step(env_id, kwargs):
     assert not np.array_equal(first[:, 0], first[:, 1])  # streams differ from each other
 
 
-def test_gymnasium_environments_begin_again_in_the_step_after_the_end():
+def test_the_step_after_the_end_begins_a_new_game():
     lengths = [1, 3, 1]
     spec = check(LENGTHS, {"lengths": lengths, "reward": 2.5})
     streams = make(spec, 2, seed=0)
     assert streams.reset().tolist() == [[0.0, 0.0]] * 2
-    told = []
+    seen = []
     for _ in range(8):
         step = streams.step(np.zeros(2, np.int64))
         assert step.obs.dtype == step.reward.dtype == np.float32
         assert not step.life_lost.any()
-        told.append(
+        seen.append(
             (
                 *step.obs[0].tolist(),
                 float(step.reward[0]),
@@ -145,7 +147,7 @@ def test_gymnasium_environments_begin_again_in_the_step_after_the_end():
                 [episode[1:] for episode in streams.finished if episode.stream == 0],
             )
         )
-    assert told == [
+    assert seen == [
         (0, 1, 2.5, True, False, [(2.5, 1, 1)]),
         (1, 0, 0.0, False, True, []),
         (1, 1, 2.5, False, False, []),
@@ -167,7 +169,7 @@ def test_gymnasium_environments_begin_again_in_the_step_after_the_end():
         (LENGTHS, 0, None),
     ],
 )
-def test_an_episode_is_cut_at_the_smaller_of_both_limits(env_id, max_frames, cut_at):
+def test_an_episode_is_truncated_at_the_smaller_of_both_limits(env_id, max_frames, cut_at):
     streams = make(check(env_id, {"lengths": [1000]}), 1, seed=0, max_episode_frames=max_frames)
     streams.reset()
     cuts = [
@@ -178,7 +180,7 @@ def test_an_episode_is_cut_at_the_smaller_of_both_limits(env_id, max_frames, cut
     assert cuts[:1] == ([] if cut_at is None else [cut_at])
 
 
-def test_a_reset_drops_the_games_that_were_being_played():
+def test_a_reset_abandons_the_games():
     streams = make(check(LENGTHS, {"lengths": [1, 5]}), 1, seed=0)
     streams.reset()
     for _ in range(4):
@@ -189,7 +191,7 @@ def test_a_reset_drops_the_games_that_were_being_played():
     assert streams.finished == [(0, 1.0, 1, 1)]
 
 
-def test_actions_and_images_are_translated_to_the_environments_own():
+def test_actions_and_images_are_converted():
     streams = make(check(f"{TOY}:colour_images"), 2, seed=0)  # its actions are 5 and 6
     obs = streams.reset()
     assert obs.shape == (2, 3, 40, 48)
@@ -203,17 +205,17 @@ def test_actions_and_images_are_translated_to_the_environments_own():
 @pytest.mark.parametrize(
     "actions", [np.array([0, 2]), np.array([-1, 0]), np.zeros(2, np.int32), np.zeros(3, np.int64)]
 )
-def test_wrong_actions_are_refused_before_the_environment_sees_them(actions):
+def test_wrong_actions_are_refused(actions):
     streams = make(check("CartPole-v1"), 2, seed=0)
     streams.reset()
-    with pytest.raises(ValueError, match="actions must be"):
+    with pytest.raises(ValueError, match="actions"):
         streams.step(actions)
 
 
 @pytest.mark.parametrize(
     "env_kwargs", [{"repeat_action_probability": 0.0}, {"use_fire_reset": True}]
 )
-def test_the_film_of_an_atari_game_shows_the_game_that_is_played(env_kwargs):
+def test_the_film_shows_the_game_that_is_played(env_kwargs):
     streams = make(
         check("ALE/Breakout-v5", env_kwargs), 1, seed=4, film=True, max_episode_frames=302
     )
@@ -232,14 +234,14 @@ def test_the_film_of_an_atari_game_shows_the_game_that_is_played(env_kwargs):
     assert starts == 2
 
 
-def test_what_cannot_be_filmed_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'render_mode'"):
+def test_an_environment_without_screens_cannot_be_filmed(monkeypatch):
+    with pytest.raises(ConfigError, match="render_mode"):
         make(check(f"{TOY}:grey_images"), 1, seed=0, film=True)
-    with pytest.raises(ConfigError, match="has no render mode rgb_array"):
+    with pytest.raises(ConfigError, match="rgb_array"):
         make(check(f"{TOY}:Unseen", {"lengths": [2]}), 1, seed=0, film=True)
-    with pytest.raises(ConfigError, match="num_streams must be 1 to be filmed, got 2"):
+    with pytest.raises(ConfigError, match=r"num_streams .* 2"):
         make(check("CartPole-v1"), 2, seed=0, film=True)
-    with pytest.raises(ConfigError, match="num_streams must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"num_streams .* 0"):
         make(check("CartPole-v1"), 0, seed=0)
     monkeypatch.setitem(sys.modules, "pygame", None)
     streams = make(check("CartPole-v1"), 1, seed=0, film=True)

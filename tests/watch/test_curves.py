@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import fake_run
 from zapex.config.settings import Config
-from zapex.envs.atari_scores import human_share
+from zapex.envs.scores import human_share
 from zapex.errors import ConfigError
 from zapex.watch import curves
 from zapex.watch.recorders import JsonLines

@@ -271,10 +271,10 @@ def _put_balance(
 ) -> None:
     """`--actors auto`: the actors that `zapex balance` found here; else the preset's."""
     from zapex.config.layers import Choice
-    from zapex.studies import advice
+    from zapex.run import balance
 
     config = layers.config()
-    report = advice.kept(advice.kept_at(cache_directory(), config, spec, machine))
+    report = balance.kept(balance.kept_at(cache_directory(), config, spec, machine))
     if report is None:
         reason = f"the preset's; `zapex balance {config.env.env}` has not run here yet"
         layers.chosen["actors"] = Choice(config.actor.actors, reason)

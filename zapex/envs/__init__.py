@@ -1,1 +1,1 @@
-"""Environments: what is played, how it is stepped, and the results of games."""
+"""Environments: which there are, how they are stepped, and what their games score."""

@@ -1,13 +1,17 @@
-"""What is played: ids, modules and arguments turned into the facts that every role needs.
+"""Environments by id, module and arguments: the facts that every role needs, and mistakes in them.
 
-Only `check` examines an environment before a run; it starts nothing. The processes that play make
+Before a run `check` examines an environment and plays one step of it. The processes that play make
 their streams from its EnvironmentSpec with `zapex.envs.streams.make`.
 """
 
+import difflib
 import os
+import re
+import traceback
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +19,8 @@ import numpy as np
 
 from zapex.agent.architecture import MIN_IMAGE_SIDE
 from zapex.chunks.schema import Column, Schema
-from zapex.envs import first_step, suggestions
-from zapex.envs.atari_scores import RANDOM_AND_HUMAN
 from zapex.envs.observations import Part, form_of
+from zapex.envs.scores import RANDOM_AND_HUMAN
 from zapex.errors import ConfigError, UnknownEnvironment
 from zapex.machine import named
 
@@ -46,18 +49,23 @@ _ALE_KWARGS: dict[str, tuple[type, float, float]] = {
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """All facts of an environment that roles need without building it; JSON-serialisable.
+    """All facts of an environment that roles need without making it; JSON-serialisable.
 
-    observation_shape, observation_dtype: of one observation, the stack included: (4, 84, 84) uint8
-        on ALE; other images (channels, height, width) uint8; everything else float32.
-    stack: frames in an observation, along its first axis; 1 if there is no such axis.
-    frames_per_step: emulator frames a step (4 on ALE, else 1).
-    describe: one line on what is played and how. notes: lines the user should read.
-    references: returns to compare with: `random` and `human`, or `solved`.
-    played_shape: of the environment's own observation. parts: the keys of one that is a Dict; they
-        are flattened, one after the other.
-    first_action: the environment's number of action 0.
-    wrappers: around the environment, as module:Class, the innermost first.
+    Attributes:
+        env_id, env_kwargs: what is made, and its arguments.
+        observation_shape, observation_dtype: of one observation, the stack included: (4, 84, 84)
+            uint8 on ALE; other images (channels, height, width) uint8; everything else float32.
+        stack: frames in an observation, along its first axis; 1 if there is no such axis.
+        num_actions: how many discrete actions there are.
+        frames_per_step: emulator frames per step (4 on ALE, else 1).
+        atari: whether AtariVectorEnv plays it.
+        describe: one line on what is played and how.
+        notes: lines that the user should read.
+        references: returns to compare with: `random` and `human`, or `solved`.
+        played_shape: of the environment's own observation.
+        parts: the keys of a Dict observation; they are flattened, one after the other.
+        first_action: the environment's number of action 0.
+        wrappers: around the environment, as module:Class, the innermost first.
     """
 
     env_id: str
@@ -101,10 +109,13 @@ def check(
 ) -> EnvironmentSpec:
     """The facts of an environment; `make` takes them.
 
-    env_id: a Gymnasium id (all of ale_py's among them), `module:Id`, or `module:callable`: a class
-    of gymnasium.Env, or a function that is declared to return one. Modules are also searched in the
-    working directory. wrappers: as in EnvironmentSpec; with one, a game of ALE is played as
-    Gymnasium has it: in colour, 210x160, frames not stacked.
+    Args:
+        env_id: a Gymnasium id (all of ale_py's among them), `module:Id`, or `module:callable`: a
+            class of gymnasium.Env, or a function that is declared to return one. Modules are also
+            searched in the working directory.
+        env_kwargs: arguments of the environment.
+        wrappers: as in EnvironmentSpec; with one, an ALE game is played as in Gymnasium: in colour,
+            210x160, frames not stacked.
 
     Raises:
         UnknownEnvironment: no environment has this id; the message names the nearest ids.
@@ -135,31 +146,28 @@ def find(env_id: str) -> Any:
         return found
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    nearest = suggestions.ids(name, list(gymnasium.registry))
+    nearest = _similar_ids(name, list(gymnasium.registry))
     if module is not None and not nearest:
         raise UnknownEnvironment(
             f"no environment is called {env_id!r}: module {module_name} has no callable {name!r}, "
-            f"and registers no such id{suggestions.in_module(module, name)}"
+            f"and registers no such id{_similar_in_module(module, name)}"
         )
-    file = suggestions.file(env_id)
-    if file:
-        raise UnknownEnvironment(f"no environment is called {env_id!r}{file}")
-    raise UnknownEnvironment(
-        f"no environment is called {env_id!r}"
-        + (f": did you mean {' or '.join(nearest)}?" if nearest else ".")
-        + " Give your own as module:Id or module:callable"
-    )
+    about = _about_files(env_id)
+    if not about:
+        about = f": did you mean {' or '.join(nearest)}?" if nearest else "."
+        about += " Give your own as module:Id or module:callable"
+    raise UnknownEnvironment(f"no environment is called {env_id!r}{about}")
 
 
 def _import(env_id: str, module_name: str) -> ModuleType:
     if "/" in module_name:
-        raise UnknownEnvironment(f"no environment is called {env_id!r}{suggestions.file(env_id)}")
+        raise UnknownEnvironment(f"no environment is called {env_id!r}{_about_files(env_id)}")
     try:
         return named.module(module_name, env_id)
     except ModuleNotFoundError as error:
         raise UnknownEnvironment(
             f"no environment is called {env_id!r}: there is no module {error.name!r} in "
-            f"{os.getcwd()} or among the installed packages{suggestions.file(env_id)}"
+            f"{os.getcwd()} or among the installed packages{_about_files(env_id)}"
         ) from None
 
 
@@ -213,9 +221,9 @@ def _check_ale(env_id: str, source: Any, game: str, kwargs: dict[str, Any]) -> E
 def ale_settings(source: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of AtariVectorEnv that shape what is learned; `source` is Gymnasium's entry.
 
-    Actions stick as often as the id says: v0 and v5 with probability 0.25, v4 never. No FIRE at
-    reset: it would start only the first of Breakout's five balls, and the agent has to learn it
-    for the others anyway.
+    Actions stick with the id's probability: 0.25 for v0 and v5, 0 for v4. There is no FIRE at
+    reset: it would start only the first of Breakout's five balls, and the agent has to learn it for
+    the others anyway.
     """
     return {
         "repeat_action_probability": source.kwargs["repeat_action_probability"],
@@ -246,13 +254,13 @@ def make_one(
     max_episode_steps: int = 0,
     render_mode: str | None = None,
 ) -> Any:
-    """One Gymnasium environment, cut at its own limit or `max_episode_steps`, if that is less."""
+    """One Gymnasium environment, truncated at the smaller of its limit and `max_episode_steps`."""
     import gymnasium
 
     if callable(source) and not _makes_environments(source):
         raise ConfigError(
-            f"{env_id} must be a gymnasium.Env class, or a function whose definition says that it "
-            f"returns one: def {env_id.rpartition(':')[2]}(...) -> gymnasium.Env"
+            f"{env_id} must be a gymnasium.Env class, or a function that is declared to return "
+            f"one: def {env_id.rpartition(':')[2]}(...) -> gymnasium.Env"
         )
     options = dict(kwargs) if render_mode is None else {**kwargs, "render_mode": render_mode}
     try:
@@ -283,7 +291,7 @@ def _wrapped(env_id: str, env: Any, wrappers: Sequence[str]) -> Any:
             env = wrap(env)
         except Exception as error:
             raise ConfigError(
-                f"--wrapper {wrapper} does not go around {env_id}: {type(error).__name__}: {error}"
+                f"--wrapper {wrapper} cannot wrap {env_id}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(
@@ -293,14 +301,14 @@ def _wrapped(env_id: str, env: Any, wrappers: Sequence[str]) -> Any:
 
 
 def _makes_environments(source: Any) -> bool:
-    """Whether an object is declared to make environments; it is not called to find out."""
+    """Whether an object is declared to make environments; this does not call it."""
     import gymnasium
 
     kind = source
     if not isinstance(source, type):
         try:
             declared = typing.get_type_hints(source).get("return")
-        except (NameError, TypeError, AttributeError):  # a name that is not there at run time
+        except (NameError, TypeError, AttributeError):  # a name that only type checkers know
             declared = None
         kind = typing.get_origin(declared) or declared
     return isinstance(kind, type) and issubclass(kind, gymnasium.Env)
@@ -311,8 +319,8 @@ def _space(env_id: str, env: Any, name: str) -> Any:
         return getattr(env, name)
     except AttributeError:
         raise ConfigError(
-            f"{env_id} must have an {name}: a space of gymnasium.spaces, set in its class or in "
-            "its __init__"
+            f"{env_id} must have an {name}, a space of gymnasium.spaces: set it in the class or in "
+            "__init__"
         ) from None
 
 
@@ -327,14 +335,14 @@ def _check_spaces(
             f"training supports Discrete actions only, and the actions of {env_id} are {actions}"
         )
     seen = form_of(env_id, _space(env_id, env, "observation_space"))
-    first_step.take(env_id, env)
+    _play_one_step(env_id, env)
     images = seen.dtype == "uint8" and seen.shape == env.observation_space.shape
     stack = _frames_stacked(env) if images else 1
     notes = list(seen.notes)
     skip = {**getattr(source, "kwargs", {}), **kwargs}.get("frameskip", 1)
     game = game_of(source)
     if game is not None and stack == 1:
-        notes.append(f"with a wrapper {env_id} is played as Gymnasium has it: frames not stacked")
+        notes.append(f"with a wrapper {env_id} is played as in Gymnasium: frames not stacked")
     limit = getattr(source, "max_episode_steps", None)
     threshold = getattr(source, "reward_threshold", None)
     played = "".join(f", in {wrapper}" for wrapper in wrappers)
@@ -360,9 +368,9 @@ def _check_spaces(
 
 
 def _frames_stacked(env: Any) -> int:
-    """Frames in an observation by Gymnasium's FrameStackObservation: each is stored once. Else 1.
+    """The frames that Gymnasium's FrameStackObservation stacks, which are stored once; or 1.
 
-    Around it may be what gymnasium.make adds, which leaves observations as they are.
+    Wrappers that gymnasium.make adds around it leave observations as they are.
     """
     from gymnasium import wrappers
 
@@ -371,3 +379,131 @@ def _frames_stacked(env: Any) -> int:
     ):
         env = env.env
     return int(env.stack_size) if isinstance(env, wrappers.FrameStackObservation) else 1
+
+
+# The first step
+
+
+def _play_one_step(env_id: str, env: Any) -> None:
+    """Reset a Gymnasium environment and play its first action, so that mistakes show before a run.
+
+    Raises ConfigError: a call fails, violates Gymnasium's interface, or an observation does not fit
+    into the environment's observation_space.
+    """
+    begun = _called(env_id, "reset(seed=0)", lambda: env.reset(seed=0))
+    if not isinstance(begun, tuple) or len(begun) != 2:
+        raise ConfigError(f"{env_id}: reset must return (observation, info), got {_shown(begun)}")
+    _check_observation(env_id, "reset", env.observation_space, begun[0])
+    played = _called(env_id, "step", lambda: env.step(env.action_space.start))
+    if not isinstance(played, tuple) or len(played) != 5:
+        raise ConfigError(
+            f"{env_id}: step must return (observation, reward, terminated, truncated, info), got "
+            f"{_shown(played)}"
+        )
+    obs, reward, *ends, _ = played
+    _check_observation(env_id, "step", env.observation_space, obs)
+    try:
+        finite = bool(np.isfinite(float(reward)))
+    except (TypeError, ValueError):
+        finite = False
+    if not finite:
+        raise ConfigError(f"{env_id}: the reward of a step must be a number, got {reward!r}")
+    for name, over in zip(("terminated", "truncated"), ends, strict=True):
+        if np.shape(over) != () or not isinstance(over, (bool, int, np.bool_, np.integer)):
+            raise ConfigError(f"{env_id}: {name} of a step must be a bool, got {over!r}")
+
+
+def _called(env_id: str, what: str, call: Any) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        ours = last.filename == __file__  # the call itself did not fit
+        where = "" if ours else f" ({last.filename}, line {last.lineno})"
+        raise ConfigError(
+            f"{env_id}: its {what} fails: {type(error).__name__}: {error}{where}"
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def _check_observation(env_id: str, call: str, space: Any, obs: Any, key: str = "") -> None:
+    """Raise ConfigError if an observation does not fit into its space."""
+    from gymnasium.spaces import Dict
+
+    name = f"the observation{key and f' {key!r}'} of {call}"
+    if isinstance(space, Dict):
+        missing = [part for part in space.spaces if not isinstance(obs, dict) or part not in obs]
+        if missing:
+            raise ConfigError(f"{env_id}: {name} must be a dict with the key {missing[0]!r}")
+        for part, inner in space.spaces.items():
+            _check_observation(env_id, call, inner, obs[part], str(part))
+        return
+    try:
+        array = np.asarray(obs)
+    except ValueError as error:
+        raise ConfigError(f"{env_id}: {name} cannot be made an array: {error}") from None
+    if array.shape != space.shape:
+        raise ConfigError(
+            f"{env_id}: {name} has shape {array.shape}, and its observation_space has "
+            f"{space.shape}: make both the same"
+        )
+    if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        raise ConfigError(
+            f"{env_id}: {name} has dtype {array.dtype}, and its observation_space has "
+            f"{space.dtype}: make both the same"
+        )
+    if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+        raise ConfigError(f"{env_id}: {name} must have finite numbers, got {array!r}")
+
+
+# Suggestions for misspelt names
+
+
+def _similar_ids(name: str, known: list[str]) -> list[str]:
+    """Up to three ids similar to `name`, without the parts that many ids share."""
+    stems: dict[str, str] = {}
+    for one in sorted(known, key=lambda known: (known.startswith("ALE/"), _version(known))):
+        stems[_stem(one)] = one  # the last wins: ALE/Pong-v5 over Pong-v4, v1 over v0
+    close = difflib.get_close_matches(_stem(name), list(stems), n=3, cutoff=0.65)
+    return [stems[stem] for stem in close]
+
+
+def _stem(env_id: str) -> str:
+    return re.sub(r"^ale/|(noframeskip|deterministic)?(-ram)?(-v\d+)?$", "", env_id.lower())
+
+
+def _version(env_id: str) -> int:
+    match = re.search(r"-v(\d+)$", env_id)
+    return int(match[1]) if match else 0
+
+
+def _similar_in_module(module: ModuleType, name: str) -> str:
+    """`"; did you mean module:Name?"`, a class or function of the user's module, or ""."""
+    callables = [key for key, value in vars(module).items() if callable(value)]
+    close = difflib.get_close_matches(name, callables, n=1, cutoff=0.6)
+    return f"; did you mean {module.__name__}:{close[0]}?" if close else ""
+
+
+def _about_files(env_id: str) -> str:
+    """What a name means that resembles a file of the working directory; "": none does."""
+    if env_id.endswith(".toml"):
+        return f"; give a settings file as --config {env_id}"
+    module, colon, name = env_id.rpartition(":")
+    path = module if colon else env_id
+    if path.endswith(".py") or (colon and "/" in path):
+        stem = Path(path).stem
+        return (
+            f"; name a module without directory and .py: start zapex in the directory of {stem}.py "
+            f"and give {stem}:{name if colon else 'Class'}"
+        )
+    if colon:
+        close = difflib.get_close_matches(module, [p.stem for p in Path().glob("*.py")], 1, 0.7)
+        return f"; did you mean {close[0]}:{name}?" if close else ""
+    before, _, last = env_id.rpartition(".")
+    if before and Path(before.replace(".", "/") + ".py").is_file():
+        return f"; did you mean {before}:{last}?"
+    here = Path(f"{env_id}.py").is_file()
+    return f"; {env_id}.py is here: give the class in it as {env_id}:Class" if here else ""

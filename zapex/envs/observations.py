@@ -1,4 +1,4 @@
-"""An environment's own observations and actions, and the form in which training has them."""
+"""An environment's own observations, and the form that training uses."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ Part = tuple[str, tuple[int, ...], str]
 """A key of a Dict observation, its shape and its dtype."""
 
 
-class Seen(Protocol):
-    """What an EnvironmentSpec says of observations."""
+class Observed(Protocol):
+    """The part of an EnvironmentSpec that describes observations."""
 
     @property
     def observation_shape(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ def is_channels_last(shape: tuple[int, ...]) -> bool:
 
 
 class Form(NamedTuple):
-    """How training has the observations of a space."""
+    """The form of a space's observations in training."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,8 +43,8 @@ class Form(NamedTuple):
 def form_of(env_id: str, space: Any) -> Form:
     """The form of a Box, or of a Dict of them, which becomes one vector.
 
-    uint8 images become (channels, height, width); all else but a Dict of uint8 becomes float32.
-    Raises ConfigError for another space; the message names a wrapper that helps.
+    uint8 images become (channels, height, width), a Dict of uint8 stays uint8, and all else becomes
+    float32. Raises ConfigError for another space; the message names a wrapper that helps.
     """
     from gymnasium.spaces import Box, Dict
 
@@ -54,7 +54,7 @@ def form_of(env_id: str, space: Any) -> Form:
         raise ConfigError(
             "training supports Box observations (uint8 images, or vectors of numbers) and a Dict "
             f"of them, but those of {env_id} are {space}: convert them with "
-            "--wrapper gymnasium.wrappers:FlattenObservation, or a wrapper of your own"
+            "--wrapper gymnasium.wrappers:FlattenObservation, or your own wrapper"
         )
     shape, dtype = space.shape, space.dtype
     if dtype == np.uint8 and len(shape) == 2:
@@ -86,7 +86,7 @@ def _form_of_dict(env_id: str, space: Any) -> Form:
         if not isinstance(part, Box):
             raise ConfigError(
                 f"training supports a Dict of Box observations, but {key!r} of {env_id} is {part}: "
-                "convert it with a --wrapper of your own"
+                "convert it with your own --wrapper"
             )
         parts.append((str(key), part.shape, "uint8" if part.dtype == np.uint8 else "float32"))
     if not parts:
@@ -95,11 +95,11 @@ def _form_of_dict(env_id: str, space: Any) -> Form:
     dtype = "uint8" if all(dtype == "uint8" for *_, dtype in parts) else "float32"
     notes = [f"the Dict of {env_id} ({', '.join(key for key, *_ in parts)}) is kept as one vector"]
     if any(dtype == "uint8" and len(shape) > 1 for _, shape, dtype in parts):
-        notes.append("for its images give a --network of your own: it gets each part by its key")
+        notes.append("for its images give your own --network: it gets each part by its key")
     return Form((size,), dtype, tuple(parts), tuple(notes))
 
 
-def into(spec: Seen, obs: Any, out: NDArray[Any]) -> None:
+def into(spec: Observed, obs: Any, out: NDArray[Any]) -> None:
     """Write a batch of the environment's observations into `out` (B, *observation_shape).
 
     The parts of a Dict are flattened, one after the other in the order of `spec.parts`.
@@ -116,11 +116,10 @@ def into(spec: Seen, obs: Any, out: NDArray[Any]) -> None:
     out[:] = obs.reshape(out.shape)
 
 
-def batch_of(spec: Seen, obs: Any) -> tuple[NDArray[Any], bool]:
-    """The environment's observations as a batch for the network, and whether it was just one.
+def batch_of(spec: Observed, obs: Any) -> tuple[NDArray[Any], bool]:
+    """The environment's observations as a batch for the network, and whether it was a single one.
 
-    Raises ConfigError if they have another shape than the environment's, with or without one more
-    axis in front.
+    Raises ConfigError if they have neither the environment's shape nor one more axis in front.
     """
     many, array = 0, obs
     for key, shape in [(key, shape) for key, shape, _ in spec.parts] or [("", spec.played_shape)]:

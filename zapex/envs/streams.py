@@ -7,9 +7,7 @@
         obs = step.obs
         report(streams.finished)           # the games that ended in this step, with their scores
 
-A stream whose game has ended begins a new one in its next step (Gymnasium's NEXT_STEP autoreset).
-That step has `started` set and is no transition: its action is ignored, its reward is 0, and its
-observation is the first of the new game.
+How an episode ends is described at `Step`.
 """
 
 from abc import ABC, abstractmethod
@@ -52,11 +50,19 @@ class Episode(NamedTuple):
 class Step:
     """The result of one step of S streams. The next step overwrites the same object.
 
-    obs: (S, *observation_shape). reward: float32 (S,), the game's own, unclipped.
-    terminated: the game is over. truncated: it was cut at the limit. Either ends the episode.
-    life_lost: a life was lost, but the game is not over: the return ends here, the game continues
-        (unless the step is truncated too).
-    started: this was no transition, but the beginning of a new game.
+    A game ends in one of two ways, both of which end its episode: it is over (`terminated`), or it
+    is cut at a limit (`truncated`). A lost life ends the return but not the game. After the end of
+    an episode the next step of the stream begins a new game (Gymnasium's NEXT_STEP autoreset). That
+    step has `started` set and is no transition: its action is ignored, its reward is 0, and its
+    observation is the first of the new game.
+
+    Attributes:
+        obs: (S, *observation_shape).
+        reward: float32 (S,), the game's own, unclipped.
+        terminated: bool (S,), the game is over.
+        truncated: bool (S,), the game is cut at a limit.
+        life_lost: bool (S,), a life was lost, but the game is not over; it may be truncated.
+        started: bool (S,), a new game begins.
     """
 
     obs: NDArray[Any]
@@ -65,6 +71,16 @@ class Step:
     truncated: Bools
     life_lost: Bools
     started: Bools
+
+    @property
+    def episode_ends(self) -> Bools:
+        """Where this was the last step of an episode."""
+        return self.terminated | self.truncated
+
+    @property
+    def return_ends(self) -> Bools:
+        """Where no value of later steps counts: the game is over, or a life was lost."""
+        return self.terminated | self.life_lost
 
 
 Advance = tuple[NDArray[Any], NDArray[Any], Bools, Bools, NDArray[Any]]
@@ -109,11 +125,10 @@ class Streams(ABC):
                 f"actions must be int64 {self._over.shape}, got {actions.dtype} {actions.shape}"
             )
         if np.maximum.reduce(actions.view(np.uint64)) >= self.spec.num_actions:
-            # Unsigned, so negative ones are out of range too. With a bad action the emulator's
-            # threads would never answer.
+            # As unsigned numbers negative actions are out of range, too. The emulator's threads
+            # never answer after a bad action.
             raise ValueError(f"actions must be in 0..{self.spec.num_actions - 1}, got {actions}")
-        # Between two steps of the emulator the caches lose all of this, so a few
-        # operations cost much.
+        # The emulator evicts all of this from the caches, so even a few operations are slow.
         step = self._step
         step.started = self._over
         step.obs, reward, step.terminated, step.truncated, lives = self._advance(actions)
@@ -122,7 +137,7 @@ class Streams(ABC):
         self._lives = lives
         self._return += reward
         self._time += 1
-        self._over = step.terminated | step.truncated
+        self._over = step.episode_ends
         self.finished = self._finish() if np.logical_or.reduce(self._over) else []
         return step
 
@@ -179,12 +194,15 @@ def make(
 ) -> Streams:
     """Streams of the environment that `environments.check` described.
 
-    seed: of all random numbers; each stream has different ones.
-    num_threads: threads that step Atari games; other environments use the caller's thread.
-    max_episode_frames: cut an episode after so many frames, or at the environment's own limit if
-        that is less; 0: only at its own limit.
-    noop_max: an Atari game begins with 0 to this many no-ops.
-    film: keep the screens; one stream only.
+    Args:
+        spec: of the environment.
+        num_streams: how many games are played in lockstep.
+        seed: of all random numbers; each stream has different ones.
+        num_threads: threads that step Atari games; other environments use the caller's thread.
+        max_episode_frames: truncates an episode, unless the environment's own limit is less; 0:
+            only its own limit.
+        noop_max: an Atari game begins with 0 to this many no-ops.
+        film: keep the screens; one stream only.
 
     Raises:
         ConfigError: the environment cannot be made, or cannot be filmed.
@@ -203,27 +221,38 @@ def make(
 class _AleStreams(Streams):
     """AtariVectorEnv, configured so that `terminated` is the game's own end.
 
-    `life_loss_info` stays off. With it a life lost in the very step that is cut at the limit looks
-    like a life lost in a game that continues, and games that count their last life as 0 do not
-    report the loss before it. `info["lives"]` shows both.
+    `life_loss_info` stays off: it does not tell a life lost in a truncated step from one in a game
+    that continues, and misses the loss of the last life but one in games that count the last as 0.
+    `info["lives"]` shows both.
     """
 
     def __init__(
-        self, spec: EnvironmentSpec, source: Any, seeds: NDArray[np.int64],
-        max_episode_frames: int, noop_max: int, num_threads: int, film: bool,
-    ) -> None:  # fmt: skip
+        self,
+        spec: EnvironmentSpec,
+        source: Any,
+        seeds: NDArray[np.int64],
+        max_episode_frames: int,
+        noop_max: int,
+        num_threads: int,
+        film: bool,
+    ) -> None:
         from ale_py.vector_env import AtariVectorEnv
 
         super().__init__(spec, len(seeds))
         settings, game = ale_settings(source, spec.env_kwargs), game_of(source) or ""
         self._envs = AtariVectorEnv(
-            game, len(seeds), num_threads=num_threads, autoreset_mode="NextStep",
+            game,
+            len(seeds),
+            num_threads=num_threads,
+            autoreset_mode="NextStep",
             max_num_frames_per_episode=max_episode_frames,
             noop_max=noop_max + 1,  # it draws from 0 to noop_max - 1
-            episodic_life=False, life_loss_info=False, reward_clipping=False, **settings,
-        )  # fmt: skip
-        # Seeding loads every ROM once more, without the GIL: until the first reset the caller can
-        # do other things, such as importing torch.
+            episodic_life=False,
+            life_loss_info=False,
+            reward_clipping=False,
+            **settings,
+        )
+        # Seeding loads every ROM again without the GIL: meanwhile the caller can import torch.
         loader = ThreadPoolExecutor(1)
         self._first: Future[Any] | None = loader.submit(self._envs.reset, seed=seeds)
         loader.shutdown(wait=False)
@@ -261,9 +290,9 @@ class _AleStreams(Streams):
 
 
 class _Emulator:
-    """A second emulator of the same game, because AtariVectorEnv does not show its screens.
+    """A second emulator that plays the same game, because AtariVectorEnv hides its screens.
 
-    Both draw the same random numbers, because they get the same seed and the same calls.
+    With the same seed and the same calls both draw the same random numbers.
     """
 
     def __init__(
@@ -289,7 +318,7 @@ class _Emulator:
         return tuple(action.name for action in self._actions)
 
     def begin(self, frame: int) -> None:
-        """A new game, with as many no-ops as lead to `frame`."""
+        """A new game, with no-ops until `frame`."""
         self._ale.reset_game()
         self._frames = 0
         if self._fire:
@@ -299,7 +328,7 @@ class _Emulator:
         self.screens = [self._ale.getScreenRGB()]
 
     def act(self, action: int, frame: int) -> None:
-        """One step; `frame` is the other emulator's frame after it."""
+        """One step; `frame` is that of the other emulator after it."""
         self.screens = []
         for _ in range(self._skip):
             self._ale.act(self._actions[action])
@@ -314,9 +343,13 @@ class _GymStreams(Streams):
     """Gymnasium environments, stepped one after another."""
 
     def __init__(
-        self, spec: EnvironmentSpec, source: Any, seeds: NDArray[np.int64],
-        max_episode_steps: int, film: bool,
-    ) -> None:  # fmt: skip
+        self,
+        spec: EnvironmentSpec,
+        source: Any,
+        seeds: NDArray[np.int64],
+        max_episode_steps: int,
+        film: bool,
+    ) -> None:
         from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
         super().__init__(spec, len(seeds))

@@ -1,4 +1,4 @@
-"""Frames as an mp4 that every player can open."""
+"""Frames as an mp4 file that every player can open."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -48,9 +48,12 @@ class Mp4Writer:
                 scale += 1  # the encoder needs even sizes
             enlarge = ["-vf", f"scale=iw*{scale}:ih*{scale}:flags=neighbor"]
             self._encoder = self._write_frames(
-                str(self._path), (width, height), fps=self._frames_per_s, macro_block_size=1,
+                str(self._path),
+                (width, height),
+                fps=self._frames_per_s,
+                macro_block_size=1,
                 output_params=enlarge,
-            )  # fmt: skip
+            )
             self._encoder.send(None)
         self._encoder.send(np.ascontiguousarray(frame))
 

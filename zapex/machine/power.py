@@ -8,8 +8,6 @@ from typing import Any, Self
 
 from zapex.machine.resources import processor_seconds
 
-NOT_READABLE = "not readable here"
-
 
 class Rapl:
     """Joules that the processor packages have used; the kernel's counters wrap.

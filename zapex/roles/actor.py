@@ -127,8 +127,8 @@ class Actor:
         if self._reward_clip:
             np.clip(reward, -1.0, 1.0, out=reward)
         flags = self._flags
-        flags[:] = CUT * (step.terminated | step.life_lost)
-        flags[step.terminated | step.truncated] |= END
+        flags[:] = CUT * step.return_ends
+        flags[step.episode_ends] |= END
         builder.staged["action"] = actions
         waited = yield from self._store(
             lambda: builder.add(playing, flags, obs, reward, value=taken, next_value=best)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from zapex.agent.policy import Acting, epsilon_greedy
 from zapex.envs.environments import EnvironmentSpec
-from zapex.envs.games import Games
+from zapex.envs.scores import Games
 from zapex.envs.streams import Episode, Streams, make
 from zapex.envs.video import Mp4Writer
 from zapex.errors import ConfigError

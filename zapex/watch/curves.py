@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.envs.atari_scores import human_share
+from zapex.envs.scores import human_share
 from zapex.errors import ConfigError
 from zapex.watch.recorders import read_metrics
 from zapex.watch.runs import SETTINGS_FILE

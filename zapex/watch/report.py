@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, Self
 
 from numpy.typing import NDArray
 
-from zapex.envs.games import Games
+from zapex.envs.scores import Games
 from zapex.host.metrics import TABLES, Role
 
 TOTALS: Final[Mapping[str, Role]] = {

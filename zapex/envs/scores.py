@@ -1,8 +1,13 @@
-"""Scores of random play and of a human at each of the 57 Atari games.
+"""Scores: of a policy's games, and of random play and a human at each of the 57 Atari games.
 
-Means over games that begin with up to 30 no-ops and are cut at 108,000 frames (30 minutes): the
-tables of Mnih et al. 2015 and Wang et al. 2016 (arXiv 1511.06581), as dqn_zoo collects them.
+The latter are means over games that begin with up to 30 no-ops and are cut at 108,000 frames (30
+minutes): the tables of Mnih et al. 2015 and Wang et al. 2016 (arXiv 1511.06581), as dqn_zoo
+collects them.
 """
+
+from dataclasses import dataclass
+
+import numpy as np
 
 RANDOM_AND_HUMAN: dict[str, tuple[float, float]] = {
     "alien": (227.8, 7127.7),
@@ -74,3 +79,20 @@ def human_share(env: str, score: float) -> float | None:
     snake = "".join("_" + c.lower() if c.isupper() else c for c in game).lstrip("_")
     known = RANDOM_AND_HUMAN.get(snake)
     return None if known is None else (score - known[0]) / (known[1] - known[0])
+
+
+@dataclass(frozen=True)
+class Games:
+    """Returns and lengths of games of one policy."""
+
+    returns: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean return."""
+        return float(np.mean(self.returns))
+
+    @property
+    def std(self) -> float:
+        """The returns' standard deviation (of these games, not of the mean)."""
+        return float(np.std(self.returns))
