@@ -16,9 +16,9 @@ from tests.fuzz.mutation import Blind
 from zapex.chunks.batch import aligned_zeros
 from zapex.errors import NotEnoughData
 from zapex.host.roster import Roster
-from zapex.library.owner import OwnedReplay
-from zapex.library.url_handler import CallHandler
-from zapex.library.url_link import CONFIG, form_of
+from zapex.library.prioritized import OwnedReplay
+from zapex.library.url_client import CONFIG, form_of
+from zapex.library.url_server import CallHandler
 from zapex.machine.mailbox import Mailbox
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.server import LinkServer

@@ -10,7 +10,7 @@ from tests.library.test_url_client import SCHEMA, Server, check_all, server
 from tests.support.handle_processes import rows_from
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.store import ChunkStore
-from zapex.library.url_link import CONFIG, form_of
+from zapex.library.url_client import CONFIG, form_of
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.replay.core import ReplayLayout

@@ -27,7 +27,7 @@ from tests.support.naive import NaiveNStep
 from tests.support.schemas import NUMBER, as_given, random_schema, shuffled, steps_of, values
 from zapex import PrioritizedReplay
 from zapex.chunks.batch import aligned_zeros
-from zapex.library.url_service import LibraryConfig, make_cycle
+from zapex.library.url_server import LibraryConfig, make_cycle
 
 PLACES = ("owner", "handle", "url")
 MODES = ("next_step", "same_step", "disabled")

@@ -32,7 +32,7 @@ from tests.support.transport_rigs import (
 )
 from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, SEQUENCE
 from zapex.errors import ConfigError
-from zapex.library.url_handler import CallHandler
+from zapex.library.url_server import CallHandler
 from zapex.net import server as net_server
 from zapex.net import sockets as net_sockets
 from zapex.net.server import own_bytes

@@ -116,7 +116,7 @@ def command(name: str, args: list[str], wrap: str = "") -> int:
     part = PARTS[name]
     if part.listens and any(word.partition("=")[0] == "--schema" for word in args):
         what = "Serve a replay without an environment; clients use zapex.connect(URL, schema=FILE)."
-        from zapex.library.url_service import LibraryConfig, serve_library
+        from zapex.library.url_server import LibraryConfig, serve_library
 
         fstack: dict[str, Any] = {name: _variable(name) for name in _FSTACK}
         default = LibraryConfig("", DEFAULT_URL, **fstack)

@@ -26,16 +26,70 @@ import numpy as np
 
 from zapex.chunks.layout import COUNT
 from zapex.errors import NotEnoughData, PeerError, ReplayError, ZapexError, tell
-from zapex.library.handle import ANSWER, BELL_BYTES, DESCRIPTORS, MOST_ROWS, Handle
-from zapex.library.handle_link import OwnerLink
+from zapex.library.handle import (
+    ANSWER,
+    BELL_BYTES,
+    DESCRIPTORS,
+    LINK_BYTES,
+    MANY_COMMITS,
+    MOST_ROWS,
+    Handle,
+    LinkMemory,
+)
 from zapex.machine.jit import kernel
 from zapex.machine.segment import Populator, Segment, peer_of, send_offer
-from zapex.machine.waiting import MAX_SLEEP_S, Waiter, spin_seconds
+from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS
+from zapex.shm_ring import RingConsumer, RingProducer
 from zapex.wire.messages import Request
 
 if TYPE_CHECKING:
-    from zapex.library.owner import OwnedReplay
+    from zapex.library.prioritized import OwnedReplay
+
+
+class OwnerLink:
+    """HandleServer's facts about a client; `close` closes all that this object opened."""
+
+    def __init__(self, number: int, connection: socket.socket, pid: int) -> None:
+        """pid: the client's process; 0: not visible from here. Raises OSError."""
+        self.number, self.connection = number, connection
+        self.streams = self.slots = 0
+        self.answer = 0  # the number of the last sample until its release
+        self.asked_s = 0.0  # when its request began to wait for the limiter; 0: none waits
+        self.is_broken = False  # it sent an invalid record
+        with contextlib.ExitStack() as opened:
+            self.descriptors = [connection.fileno()]  # become readable when the client ends
+            with contextlib.suppress(OSError):  # the client is gone; the socket reports it
+                if pid:
+                    self.descriptors.append(os.pidfd_open(pid))
+                    opened.callback(os.close, self.descriptors[1])
+            self.segment = opened.enter_context(Segment.create("zapex link", LINK_BYTES))
+            self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            opened.callback(os.close, self.eventfd)
+            self._opened = opened.pop_all()
+        self.memory = LinkMemory(self.segment.buffer, create=True)
+        self.requests: RingConsumer = self.memory.requests.consumer()
+        self.answers: RingProducer = self.memory.answers.producer()
+        self.commits: RingConsumer = self.memory.commits.consumer()
+        self.client = Waker(self.memory.sleeping, 0, self.eventfd)
+
+    def has_request(self) -> bool:
+        """Whether a request waits."""
+        return self.memory.requests.used > 0
+
+    def has_many_commits(self) -> bool:
+        """Whether enough rows were committed to take them in."""
+        return self.memory.commits.used >= MANY_COMMITS
+
+    def holds_answer(self) -> bool:
+        """Whether the client may still gather the rows of its last sample."""
+        return self.answer > 0 and self.memory.answers.used > 0
+
+    def close(self) -> None:
+        """Close everything; the client sees its socket end."""
+        self.connection.close()
+        self._opened.close()
+
 
 _CLOSE_S = 10.0
 _DEFERRED_S = 1e-3  # between two checks of a request that waits for the limiter

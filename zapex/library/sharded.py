@@ -25,8 +25,7 @@ from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError, NotEnoughData, PeerTimeout
 from zapex.library.client import Answer, ProcessLock, ReplayClient
 from zapex.library.interface import Rows
-from zapex.library.url_client import UrlClient
-from zapex.library.url_link import UrlLink, UrlSlots
+from zapex.library.url_client import UrlClient, UrlLink, UrlSlots
 from zapex.net.keys import Security
 from zapex.replay.draw import METHODS, Draw
 from zapex.replay.shards import MOST_SHARDS, Part, Shares, check_method, share_out
