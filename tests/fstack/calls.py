@@ -93,11 +93,6 @@ class World:
         done: int = self.c.ff_setsockopt(fd, level, name, ctypes.byref(number), 4)
         return done
 
-    def get(self, fd: int, level: int, name: int) -> int:
-        number, nbytes = ctypes.c_int(), ctypes.c_uint32(4)
-        self.c.ff_getsockopt(fd, level, name, ctypes.byref(number), ctypes.byref(nbytes))
-        return number.value
-
     def client(self) -> socket.socket:
         made = socket.socket()
         made.setblocking(False)
@@ -124,6 +119,12 @@ class World:
         room = ctypes.create_string_buffer(nbytes)
         count: int = self.c.ff_recv(fd, room, nbytes, flags)
         return room.raw[:count]
+
+    def write(self, fd: int, data: bytes) -> int:
+        memory = ctypes.create_string_buffer(data, len(data))
+        vectors = (Iovec * 1)(Iovec(ctypes.addressof(memory), len(data)))
+        count: int = self.c.ff_writev(fd, vectors, 1)
+        return count
 
     def arrived(self, fd: int) -> int:
         """Wait until something can be read; how many bytes."""
@@ -170,8 +171,7 @@ def nothing_to_accept_or_receive(w: World) -> Any:
     unconnected = w.open()
     return [
         error_of(w.c.ff_accept, listener, None, None), error_of(w.c.ff_recv, fd, room, 8, 0),
-        error_of(w.c.ff_recv, unconnected, room, 8, 0),
-        error_of(w.c.ff_send, unconnected, room, 8, 0),
+        error_of(w.c.ff_recv, unconnected, room, 8, 0), error_of(w.write, unconnected, b"x"),
     ]  # fmt: skip
 
 
@@ -181,23 +181,11 @@ def blocking_calls_fail(w: World) -> Any:
     waiting = error_of(w.c.ff_accept, listener, None, None)
     client = w.client()
     fd = w.accepted(listener)
-    room = ctypes.create_string_buffer(8 << 20)
+    room = ctypes.create_string_buffer(8)
     said = [waiting, error_of(w.c.ff_recv, fd, room, 8, 0)]
-    said.append(error_of(w.c.ff_send, fd, room, len(room), 0))
+    said.append(error_of(w.write, fd, bytes(8 << 20)))
     client.close()
     return said
-
-
-@case
-def only_accept_inherits_non_blocking(w: World) -> Any:
-    listener, _one = w.listener(), w.client()
-    first = w.accepted(listener)
-    _two = w.client()
-    second = w.accepted(listener, lambda: w.c.ff_accept4(listener, None, None, 0))
-    _three = w.client()
-    third = w.accepted(listener, lambda: w.c.ff_accept4(listener, None, None, socket.SOCK_NONBLOCK))
-    room = ctypes.create_string_buffer(8)
-    return [error_of(w.c.ff_recv, fd, room, 8, 0) for fd in (first, second, third)]
 
 
 @case
@@ -207,11 +195,9 @@ def addresses_are_linux_s(w: World) -> Any:
     fd = w.accepted(listener, lambda: w.c.ff_accept(listener, name, ctypes.byref(nbytes)))
     wanted = sockaddr(w.there, client.getsockname()[1])
     said = [name.raw[:8] == wanted[:8], nbytes.value]
-    for call, expected in ((w.c.ff_getpeername, wanted), (w.c.ff_getsockname, None)):
-        nbytes.value = ADDRESS_BYTES
-        call(fd, name, ctypes.byref(nbytes))
-        said += [name.raw[:8] == (expected or sockaddr(w.here, w.port))[:8], nbytes.value]
-    return said
+    nbytes.value = ADDRESS_BYTES
+    w.c.ff_getsockname(fd, name, ctypes.byref(nbytes))
+    return [*said, name.raw[:8] == sockaddr(w.here, w.port)[:8], nbytes.value]
 
 
 @case
@@ -231,39 +217,6 @@ def addresses_that_cannot_be_bound(w: World) -> Any:
     ]
 
 
-@case
-def a_refused_connect_is_61(w: World) -> Any:
-    fd, queue = w.open(), w.c.ff_kqueue()
-    first = error_of(w.c.ff_connect, fd, sockaddr(w.there, 1), 16)
-    w.change(queue, fd, WRITE, EV_ADD)
-    found = w.until(lambda: w.events(queue))
-    return [
-        first, bool(found[0].flags & EV_EOF), found[0].fflags,
-        w.get(fd, socket.SOL_SOCKET, socket.SO_ERROR),
-    ]  # fmt: skip
-
-
-@case
-def a_connect_that_succeeds(w: World) -> Any:
-    with socket.create_server((w.there, 0)) as server:
-        server.setblocking(False)
-        fd, queue = w.open(), w.c.ff_kqueue()
-        first = error_of(w.c.ff_connect, fd, sockaddr(w.there, server.getsockname()[1]), 16)
-        w.change(queue, fd, WRITE, EV_ADD)
-        found = w.until(lambda: w.events(queue))
-        w.c.ff_send(fd, b"hello", 5, 0)
-
-        def taken() -> bytes:
-            with suppress(BlockingIOError):
-                connection, _ = server.accept()
-                connection.setblocking(False)
-                return bytes(w.until(lambda: peeked(connection)))
-            return b""
-
-        said = w.until(taken)
-    return [first, found[0].flags & EV_EOF, w.get(fd, 1, socket.SO_ERROR), said.decode()]
-
-
 def peeked(sock: socket.socket) -> bytes:
     with suppress(BlockingIOError):
         return sock.recv(64)
@@ -275,25 +228,7 @@ def options_that_are_refused(w: World) -> Any:
     fd = w.open()
     options = [(1, socket.SO_TYPE), (1, socket.SO_DOMAIN), (6, socket.TCP_CORK),
                (6, socket.TCP_QUICKACK), (6, socket.TCP_USER_TIMEOUT)]  # fmt: skip
-    return [error_of(w.set, fd, *option, 1) for option in options] + [
-        error_of(w.get, fd, *option) for option in options
-    ]
-
-
-KEPT = ((1, socket.SO_KEEPALIVE, 1), (6, socket.TCP_NODELAY, 1), (6, socket.TCP_KEEPIDLE, 5),
-        (6, socket.TCP_KEEPINTVL, 2), (6, socket.TCP_KEEPCNT, 3), (1, socket.SO_REUSEADDR, 1),
-        (1, socket.SO_SNDBUF, 163_840), (1, socket.SO_RCVBUF, 98_304))  # fmt: skip
-
-
-@case
-def options_as_set_and_as_inherited(w: World) -> Any:
-    fd, _client = w.pair(*KEPT)
-    alone = w.listener()
-    for option in KEPT:
-        w.set(alone, *option)
-    said = [[w.get(one, *option[:2]) for option in KEPT] for one in (alone, fd)]
-    inherited = [size >= asked[2] for size, asked in zip(said[1][-2:], KEPT[-2:], strict=True)]
-    return [said[0], said[1][:-2], inherited]  # sizes are rounded up to whole segments
+    return [error_of(w.set, fd, *option, 1) for option in options]
 
 
 @case
@@ -302,25 +237,19 @@ def vectors_are_changed(w: World) -> Any:
     one, two = ctypes.create_string_buffer(b"abc", 3), ctypes.create_string_buffer(b"defg", 4)
     vectors = (Iovec * 2)(Iovec(ctypes.addressof(one), 3), Iovec(ctypes.addressof(two), 4))
     said = [w.c.ff_writev(fd, vectors, 2), vectors[0].len, vectors[1].len]
-    said.append(w.until(lambda: peeked(client)).decode())
-    client.send(b"12345")
-    w.arrived(fd)
-    vectors = (Iovec * 2)(Iovec(ctypes.addressof(one), 3), Iovec(ctypes.addressof(two), 4))
-    said += [w.c.ff_readv(fd, vectors, 2), vectors[0].len, vectors[1].len]
-    return [*said, vectors[1].base - ctypes.addressof(two), one.raw.decode(), two.raw.decode()]
+    return [*said, w.until(lambda: peeked(client)).decode()]
 
 
 @case
 def a_large_write_is_taken_in_part(w: World) -> Any:
     fd, client = w.pair()
-    room = ctypes.create_string_buffer(32 << 20)
-    vectors = (Iovec * 1)(Iovec(ctypes.addressof(room), len(room)))
-    taken = w.c.ff_writev(fd, vectors, 1)
-    while (last := error_of(w.c.ff_write, fd, room, len(room))).isdigit():
-        assert taken < len(room)
+    data = bytes(32 << 20)
+    taken = w.write(fd, data)
+    while (last := error_of(w.write, fd, data)).isdigit():
+        assert taken < len(data)
         taken += int(last)
     client.close()
-    return [0 < taken < len(room), last]
+    return [0 < taken < len(data), last]
 
 
 @case
@@ -332,16 +261,6 @@ def flags_are_freebsd_s(w: World) -> Any:
     room = ctypes.create_string_buffer(8)
     said.append(error_of(w.c.ff_recv, fd, room, 8, 0x80))
     return said
-
-
-@case
-def reading_and_writing(w: World) -> Any:
-    fd, client = w.pair()
-    client.send(b"ping")
-    count, room = w.arrived(fd), ctypes.create_string_buffer(16)
-    said = [count, w.c.ff_read(fd, room, 3), w.c.ff_read(fd, room, 16)]
-    said.append(w.c.ff_write(fd, b"pong", 4))
-    return [*said, w.until(lambda: peeked(client)).decode()]
 
 
 @case
@@ -358,35 +277,7 @@ def the_peer_s_end_and_its_reset(w: World) -> Any:
     event = w.until(lambda: [e for e in w.events(queue) if e.fflags])[0]
     said += [bool(event.flags & EV_EOF), event.fflags]
     room = ctypes.create_string_buffer(8)
-    return [*said, error_of(w.c.ff_recv, fd, room, 8, 0), error_of(w.c.ff_send, fd, room, 8, 0)]
-
-
-@case
-def after_shutdown_the_peer_reads_the_end(w: World) -> Any:
-    fd, client = w.pair()
-    w.c.ff_send(fd, b"x", 1, 0)
-    w.c.ff_shutdown(fd, socket.SHUT_WR)
-    said = w.until(lambda: peeked(client)).decode()
-
-    def ended() -> bool:
-        with suppress(BlockingIOError):
-            return client.recv(8) == b""
-        return False
-
-    return [said, w.until(ended), error_of(w.c.ff_send, fd, b"y", 1, 0)]
-
-
-@case
-def non_blocking_can_be_changed(w: World) -> Any:
-    listener = w.listener(socket.SOCK_STREAM)
-    said = [error_of(w.c.ff_accept, listener, None, None)]
-    one = ctypes.c_int(1)
-    w.c.ff_ioctl(listener, 0x5421, ctypes.byref(one))  # FIONBIO
-    said.append(error_of(w.c.ff_accept, listener, None, None))
-    flags = w.c.ff_fcntl(listener, 3, 0)
-    said.append(bool(flags & 0x800))
-    w.c.ff_fcntl(listener, 4, 0)
-    return [*said, error_of(w.c.ff_accept, listener, None, None)]
+    return [*said, error_of(w.c.ff_recv, fd, room, 8, 0), error_of(w.write, fd, b"x")]
 
 
 @case
@@ -463,7 +354,7 @@ def a_second_run_ends_the_process(w: World) -> Any:
 @last_case
 def what_was_sent_before_the_end_arrives(w: World) -> Any:
     fd, client = w.pair()
-    w.c.ff_send(fd, b"last words", 10, 0)
+    w.write(fd, b"last words")
     w.c.ff_close(fd)
     w.loop.stop()
     client.settimeout(PATIENCE_S)

@@ -11,13 +11,11 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
-#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -239,14 +237,8 @@ int ff_listen(int fd, int backlog) {
     return listen(file->real, backlog);
 }
 
-int ff_connect(int fd, const struct sockaddr *address, socklen_t nbytes) {
+int ff_accept(int fd, struct sockaddr *address, socklen_t *nbytes) {
     FILE_OR_FAIL(fd);
-    file->connected = 1;
-    int result = connect(file->real, address, nbytes);
-    return result < 0 && errno == EINPROGRESS && !file->nonblocking ? fail(EPERM) : result;
-}
-
-static int accepted(struct file *file, struct sockaddr *address, socklen_t *nbytes, int blocks) {
     struct sockaddr_storage name;
     socklen_t length = sizeof name; /* the caller's length is ignored */
     int real = awake(file, accept4(file->real, (void *)&name, &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -256,35 +248,15 @@ static int accepted(struct file *file, struct sockaddr *address, socklen_t *nbyt
         memcpy(address, &name, length);
     if (nbytes)
         *nbytes = length;
-    int made = add_file(real, !blocks);
+    int made = add_file(real, file->nonblocking);
     if (made >= 0)
         file_of(made)->connected = 1;
     return made;
 }
 
-int ff_accept(int fd, struct sockaddr *address, socklen_t *nbytes) {
-    FILE_OR_FAIL(fd);
-    return accepted(file, address, nbytes, !file->nonblocking);
-}
-
-int ff_accept4(int fd, struct sockaddr *address, socklen_t *nbytes, int flags) {
-    FILE_OR_FAIL(fd);
-    return accepted(file, address, nbytes, !(flags & SOCK_NONBLOCK));
-}
-
 int ff_getsockname(int fd, struct sockaddr *address, socklen_t *nbytes) {
     FILE_OR_FAIL(fd);
     return getsockname(file->real, address, nbytes);
-}
-
-int ff_getpeername(int fd, struct sockaddr *address, socklen_t *nbytes) {
-    FILE_OR_FAIL(fd);
-    return getpeername(file->real, address, nbytes);
-}
-
-int ff_shutdown(int fd, int how) {
-    FILE_OR_FAIL(fd);
-    return shutdown(file->real, how);
 }
 
 int ff_close(int fd) {
@@ -319,22 +291,6 @@ ssize_t ff_recv(int fd, void *memory, size_t nbytes, int flags) {
     return flags & 0x80 ? got : awake(file, got);
 }
 
-ssize_t ff_send(int fd, const void *memory, size_t nbytes, int flags) {
-    FILE_OR_FAIL(fd);
-    ssize_t sent = send(file->real, memory, nbytes, linux_flags(flags));
-    if (sent >= 0 && (size_t)sent < nbytes && !file->nonblocking)
-        return fail(EPERM); /* and how many were sent is lost */
-    return awake(file, sent);
-}
-
-ssize_t ff_read(int fd, void *memory, size_t nbytes) {
-    return ff_recv(fd, memory, nbytes, 0);
-}
-
-ssize_t ff_write(int fd, const void *memory, size_t nbytes) {
-    return ff_send(fd, memory, nbytes, 0);
-}
-
 static void advance(struct iovec *vectors, int count, ssize_t nbytes) {
     for (int i = 0; i < count && nbytes > 0; i++) {
         size_t part = vectors[i].iov_len < (size_t)nbytes ? vectors[i].iov_len : (size_t)nbytes;
@@ -342,13 +298,6 @@ static void advance(struct iovec *vectors, int count, ssize_t nbytes) {
         vectors[i].iov_len -= part;
         nbytes -= part;
     }
-}
-
-ssize_t ff_readv(int fd, struct iovec *vectors, int count) {
-    FILE_OR_FAIL(fd);
-    ssize_t got = awake(file, readv(file->real, vectors, count));
-    advance(vectors, count, got);
-    return got;
 }
 
 ssize_t ff_writev(int fd, struct iovec *vectors, int count) {
@@ -374,57 +323,6 @@ int ff_setsockopt(int fd, int level, int name, const void *value, socklen_t nbyt
     FILE_OR_FAIL(fd);
     return refused_option(level, name) ? fail(EINVAL)
                                        : setsockopt(file->real, level, name, value, nbytes);
-}
-
-int ff_getsockopt(int fd, int level, int name, void *value, socklen_t *nbytes) {
-    FILE_OR_FAIL(fd);
-    if (refused_option(level, name))
-        return fail(EINVAL);
-    int *number = value;
-    if (level == SOL_SOCKET && name == SO_ERROR) {
-        *number = freebsd_errno(error_of(file));
-        file->error = 0;
-        return 0;
-    }
-    int result = getsockopt(file->real, level, name, value, nbytes);
-    if (result < 0 || *nbytes != sizeof *number || !*number)
-        return result;
-    if (level == SOL_SOCKET && name == SO_REUSEADDR)
-        *number = 4; /* options that are on or off read back as their bit */
-    else if (level == SOL_SOCKET && name == SO_KEEPALIVE)
-        *number = 8;
-    else if (level == SOL_SOCKET && (name == SO_SNDBUF || name == SO_RCVBUF))
-        *number /= 2; /* the kernel doubles it */
-    else if (level == IPPROTO_TCP && name == TCP_NODELAY)
-        *number = 4;
-    return result;
-}
-
-int ff_fcntl(int fd, int command, ...) {
-    FILE_OR_FAIL(fd);
-    va_list more;
-    va_start(more, command);
-    long flags = va_arg(more, long);
-    va_end(more);
-    if (command == F_GETFL)
-        return O_RDWR | (file->nonblocking ? O_NONBLOCK : 0);
-    if (command != F_SETFL)
-        return fail(EINVAL);
-    file->nonblocking = !!(flags & O_NONBLOCK);
-    return 0;
-}
-
-int ff_ioctl(int fd, unsigned long request, ...) {
-    FILE_OR_FAIL(fd);
-    va_list more;
-    va_start(more, request);
-    int *value = va_arg(more, int *);
-    va_end(more);
-    if (request == FIONBIO) {
-        file->nonblocking = !!*value;
-        return 0;
-    }
-    return request == FIONREAD ? ioctl(file->real, FIONREAD, value) : fail(EINVAL);
 }
 
 /* Queues of events. */

@@ -14,27 +14,19 @@ from tests.support import fstack
 from zapex.fstack import Setup
 
 ENDED = "the process was ended by a signal"
-SET = [8, 4, 5, 2, 3, 4]  # options that are on or off read back as their bit
 ANSWERS: dict[str, Any] = {  # of F-Stack 1.25
     "descriptors_begin_above_the_kernels": [True, True, True],
     "a_descriptor_of_the_kernel_is_none": ["EBADF", "EBADF"],
     "nothing_to_accept_or_receive": ["EAGAIN", "EAGAIN", "ENOTCONN", "ENOTCONN"],
     "blocking_calls_fail": ["EPERM", "EPERM", "EPERM"],
-    "only_accept_inherits_non_blocking": ["EAGAIN", "EPERM", "EAGAIN"],
-    "addresses_are_linux_s": [True, 16, True, 16, True, 16],
+    "addresses_are_linux_s": [True, 16, True, 16],
     "no_port_is_chosen": "EINVAL",
     "addresses_that_cannot_be_bound": [True, "EADDRINUSE", "EADDRNOTAVAIL"],
-    "a_refused_connect_is_61": ["EINPROGRESS", True, 61, 61],
-    "a_connect_that_succeeds": ["EINPROGRESS", 0, 0, "hello"],
-    "options_that_are_refused": ["EINVAL"] * 10,
-    "options_as_set_and_as_inherited": [[*SET, 163_840, 98_304], SET, [True, True]],
-    "vectors_are_changed": [7, 0, 0, "abcdefg", 5, 0, 2, 2, "123", "45fg"],
+    "options_that_are_refused": ["EINVAL"] * 5,
+    "vectors_are_changed": [7, 0, 0, "abcdefg"],
     "a_large_write_is_taken_in_part": [True, "EAGAIN"],
     "flags_are_freebsd_s": ["ab", "ab", "EAGAIN"],
-    "reading_and_writing": [4, 3, 1, 4, "pong"],
     "the_peer_s_end_and_its_reset": [4, 0, "last", "", True, 54, "ECONNRESET", "EPIPE"],
-    "after_shutdown_the_peer_reads_the_end": ["x", True, "EPIPE"],
-    "non_blocking_can_be_changed": ["EPERM", "EAGAIN", True, "EPERM"],
     "a_queue_tells_reading_and_writing_apart": [
         [[True, -2, 9]], [[-2, 9], [-1, 7]], [[-1, 3]], 1, "ENOENT",
     ],

@@ -56,8 +56,8 @@ def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_another_version_is_told_by_what_it_lacks(tmp_path: Path) -> None:
-    renamed = rebuilt(tmp_path, "ff_accept4", "ff_renamed")
-    assert "libfstack.so lacks ff_accept4: it must be F-Stack" in refusal(renamed)
+    renamed = rebuilt(tmp_path, "ff_writev", "ff_renamed")
+    assert "libfstack.so lacks ff_writev: it must be F-Stack" in refusal(renamed)
     shorter = rebuilt(tmp_path, "uint64_t ext[4];", "")  # as before FreeBSD 12
     assert "its struct kevent is not 1.25's" in refusal(shorter)
 

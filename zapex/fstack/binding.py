@@ -47,6 +47,7 @@ _BYTES, _LENGTH = c_void_p, POINTER(c_uint32)
 _NAME = (c_int, c_void_p, _LENGTH)
 _DATA = (c_int, c_void_p, c_size_t)
 _VECTOR = (c_int, POINTER(Iovec), c_int)
+_EVENTS = POINTER(Kevent)
 _STRINGS = (c_int, POINTER(c_char_p))
 
 # Name -> the result's type, or None, and the arguments' types.
@@ -60,28 +61,15 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ff_socket": (c_int, (c_int, c_int, c_int)),
     "ff_bind": (c_int, (c_int, _BYTES, c_uint32)),
     "ff_listen": (c_int, (c_int, c_int)),
-    "ff_connect": (c_int, (c_int, _BYTES, c_uint32)),
     "ff_accept": (c_int, _NAME),
-    "ff_accept4": (c_int, (*_NAME, c_int)),
     "ff_getsockname": (c_int, _NAME),
-    "ff_getpeername": (c_int, _NAME),
-    "ff_shutdown": (c_int, (c_int, c_int)),
     "ff_close": (c_int, (c_int,)),
     "ff_recv": (c_ssize_t, (*_DATA, c_int)),
-    "ff_send": (c_ssize_t, (*_DATA, c_int)),
-    "ff_read": (c_ssize_t, _DATA),
-    "ff_write": (c_ssize_t, _DATA),
-    "ff_readv": (c_ssize_t, _VECTOR),
     "ff_writev": (c_ssize_t, _VECTOR),
     "ff_setsockopt": (c_int, (c_int, c_int, c_int, c_void_p, c_uint32)),
-    "ff_getsockopt": (c_int, (c_int, c_int, c_int, c_void_p, _LENGTH)),
-    "ff_fcntl": (c_int, (c_int, c_int, ctypes.c_long)),
-    "ff_ioctl": (c_int, (c_int, ctypes.c_ulong, c_void_p)),
     "ff_kqueue": (c_int, ()),
-    "ff_kevent": (
-        c_int, (c_int, POINTER(Kevent), c_int, POINTER(Kevent), c_int, c_void_p)
-    ),
-}  # fmt: skip
+    "ff_kevent": (c_int, (c_int, _EVENTS, c_int, _EVENTS, c_int, c_void_p)),
+}
 WAITING = {"ff_run"}  # these release the GIL
 STARTING = {"ff_load_config", "ff_dpdk_init", "ff_freebsd_init", "ff_dpdk_if_up"}
 ARGUMENTS = ("dpdk_argc", "dpdk_argv")  # variables: what ff_load_config made for ff_dpdk_init
