@@ -157,9 +157,14 @@ class ChunkSender:
     def _send(self, number: int, group: list[_Chunk], more: bool) -> bool:
         store, first = self._store, group[0]
         push = Push.of_chunks(
-            store.layout, store.mem, [(store.body(c.slot), c.stream, c.rows) for c in group],
-            actor=number, incarnation=first.incarnation, sequence=first.sequence, more=more,
-        )  # fmt: skip
+            store.layout,
+            store.mem,
+            [(store.body(c.slot), c.stream, c.rows) for c in group],
+            actor=number,
+            incarnation=first.incarnation,
+            sequence=first.sequence,
+            more=more,
+        )
         tracker = self._link.send(BULK, push)
         if tracker is None:
             return False

@@ -97,21 +97,6 @@ def test_a_stream_means_the_same_wherever_it_is_cut(make_ends, sizes):
 
 
 @pytest.mark.parametrize("make_ends", ENDS)
-def test_a_stream_means_the_same_byte_by_byte(make_ends):
-    data = stream(make_ends)
-    server = make_ends()[0]
-    assert feed(server, data, [1] * 3000) == MESSAGES
-
-
-@given(message=st.lists(st.binary(max_size=600), min_size=1, max_size=20))
-@settings(derandomize=True, deadline=None, max_examples=60)
-def test_any_message_of_few_frames_arrives(message):
-    server, client = connected(null_ends)
-    send(client, message)
-    assert converse(server, client)[server] == [message]
-
-
-@pytest.mark.parametrize("make_ends", ENDS)
 def test_a_body_goes_where_the_caller_names(make_ends):
     slot = np.zeros(70_000, np.uint8)
 
@@ -247,7 +232,7 @@ class Odd(Local):
 
 
 @pytest.mark.parametrize("mechanism", ["NULL", "CURVE"])
-@pytest.mark.parametrize("type_", [b"PULL", b"REP", b"", b"\xff" * 200])
+@pytest.mark.parametrize("type_", [b"PULL", b"\xff" * 200])
 def test_a_socket_type_that_does_not_fit_is_refused(mechanism, type_):
     odd = Odd(b"DEALER", type_)
     if mechanism == "NULL":

@@ -96,9 +96,12 @@ class Curve:
         self._check_nonce(nonce)
         start = self._ffi.from_buffer(_POINTER, body, require_writable=True)
         if self._lib.crypto_box_open_easy_afternm(
-            start + _INNER_AT, start + _BOX_AT, len(body) - _BOX_AT, self.heard_as + nonce,
+            start + _INNER_AT,
+            start + _BOX_AT,
+            len(body) - _BOX_AT,
+            self.heard_as + nonce,
             self._shared,
-        ):  # fmt: skip
+        ):
             raise BadMessage(_OTHER_KEY.format("MESSAGE"))
         inner = body[_INNER_AT]
         if inner > _COMMAND:
@@ -206,17 +209,24 @@ class CurveServer(Curve):
         cookie_nonce, cookie, nonce, box = fields("INITIATE", data, 16, 80, 8)
         sodium = self._sodium
         known = self._opened(
-            "INITIATE", sodium.crypto_secretbox_open, bytes(cookie), b"COOKIE--" + cookie_nonce,
+            "INITIATE",
+            sodium.crypto_secretbox_open,
+            bytes(cookie),
+            b"COOKIE--" + cookie_nonce,
             self._cookie_key,
-        )  # fmt: skip
+        )
         if known != self._peer + self._own_secret:
             raise BadMessage("INITIATE has the cookie of another connection")
         plain = self._unbox(b"CurveZMQINITIATE", nonce, box, "INITIATE")
         client, vouch_nonce, vouch, properties = fields("INITIATE", plain, KEY_BYTES, 16, 80)
         vouched = self._opened(
-            "INITIATE", sodium.crypto_box_open, bytes(vouch), b"VOUCH---" + vouch_nonce,
-            bytes(client), self._own_secret,
-        )  # fmt: skip
+            "INITIATE",
+            sodium.crypto_box_open,
+            bytes(vouch),
+            b"VOUCH---" + vouch_nonce,
+            bytes(client),
+            self._own_secret,
+        )
         if vouched != self._peer + self._public:
             raise BadMessage("INITIATE has the vouch of another connection")
         self.user = self._admit(bytes(client))

@@ -280,7 +280,7 @@ class ZmtpListener:
             self._close(peer)
 
     def _expect(self, peer: _Peer) -> None:
-        """Be told of a large body in large parts: each look costs as much as a small message."""
+        """Have a large body reported in large parts: each look costs as much as a small message."""
         expected = max(1, min(peer.connection.missing_bytes, _EXPECTED_BYTES))
         if expected != peer.expected:
             peer.expected = expected

@@ -31,10 +31,15 @@ def check(setup: Setup | None, host: str, port: int, flag: str) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "zapex.fstack.trial", *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", check=False, timeout=_START_S,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_START_S,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")
         raise ConfigError(

@@ -20,7 +20,7 @@ from zapex.wire.protocol import Form, Kind, Message, kind_of
 HELLO_S = 1.0
 SILENT_S = 5.0  # long enough for a live host that has more work than cores
 _RETRY_S = 0.05  # not connected yet
-_NEWS_S = 3.0  # the user is told of a silence longer than this
+_REPORTED_S = 3.0  # a longer silence is reported to the user
 _AT_MOST = 256
 _BYE_MS = (500, 0)  # how long a BYE may take, by connection
 
@@ -103,7 +103,7 @@ class ZmqLink:
     def waiting(self) -> str:
         """What this client waits for, and for how long; "" while the replay answers."""
         silent_s = self.silent_s
-        if silent_s < _NEWS_S and not self._problem:
+        if silent_s < _REPORTED_S and not self._problem:
             return ""
         why = f": {self._problem}" if self._problem else ""
         return f"waiting for the replay at {self.url} for {silent_s:.0f} s{why}"

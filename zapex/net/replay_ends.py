@@ -80,7 +80,7 @@ class _SlotMemory:
         return self._part(body, 0, nbytes)
 
     def continue_with(self, parts: Sequence[Buffer], nbytes: int) -> Buffer | None:
-        """Memory for the next column of a push, beside these parts; None: they are elsewhere."""
+        """Memory for the next column, in the slot of these parts; None: they are in no slot."""
         body = parts[0].obj
         if self._slot_of(body) is None:
             return None
@@ -186,7 +186,7 @@ class ZmqExperienceSource(End):
         return self._next_grant
 
     def grant(self, actor: int, incarnation: int, slots: NDArray[np.int64]) -> None:
-        """Use these slots for the actor's next chunks; its relay is told."""
+        """Use these slots for the actor's next chunks, and tell its relay."""
         self._next_grant += len(slots)
         self._slots[actor].extend(slots.tolist())
         session = self._server.sessions.of_actor(actor)
@@ -361,13 +361,20 @@ class ZmqSampleSink(End):
         self.counts["batches"] += 1
 
     def _send(
-        self, session: Session, request: messages.Sample, draw: Draw, first: int,
+        self,
+        session: Session,
+        request: messages.Sample,
+        draw: Draw,
+        first: int,
         buffer: NDArray[np.uint8],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         message = self._packer.pack(
-            draw, epoch=self._server.roster.epoch, sequence=request.sequence, memory=buffer,
+            draw,
+            epoch=self._server.roster.epoch,
+            sequence=request.sequence,
+            memory=buffer,
             first=first,
-        )  # fmt: skip
+        )
         tracker = self._server.send(session, BULK, message, request.compressed)
         if tracker is None:
             self._free.append(buffer)

@@ -334,10 +334,15 @@ class LinkServer:
         elif old is not None:  # only this end of the old connection may be open
             self.guard.hang_up(old)
         welcome = Welcome(
-            self._incarnation, self.form.schema.hash, self.roster.epoch, self._params_version(),
-            self.roster.actors, self.form.layout.chunk, old != peer,
+            self._incarnation,
+            self.form.schema.hash,
+            self.roster.epoch,
+            self._params_version(),
+            self.roster.actors,
+            self.form.layout.chunk,
+            old != peer,
             self.actor_states(session.actors, credit_bytes),
-        )  # fmt: skip
+        )
         self.send(session, hello.channel, welcome)
 
     def _bye(self, session: Session, message: Bye) -> None:

@@ -386,7 +386,7 @@ class _Context(zmq.Context[Any]):
     """A context that does not need to be closed.
 
     pyzmq's context keeps weak references to its sockets. If the garbage collector collects it in
-    one cycle with them, it finds no sockets, leaves them open, and waits for them for ever.
+    one cycle with them, it finds no sockets, leaves them open, and waits for them forever.
     """
 
     _made: tuple[Any, ...] = ()

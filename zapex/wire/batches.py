@@ -93,21 +93,25 @@ def _pack_kernel(keys: Any, mem: Any, plan: Any, packed: Any) -> int:
         while start < frames:
             # A row's frames are mostly contiguous: one copy for each contiguous run.
             stop = start + 1
-            while stop < frames and places[stop, 0] == places[start, 0] and (
-                places[stop, 1] == places[stop - 1, 1] + 1
-            ):  # fmt: skip
+            while (
+                stop < frames
+                and places[stop, 0] == places[start, 0]
+                and places[stop, 1] == places[stop - 1, 1] + 1
+            ):
                 stop += 1
             nbytes = (stop - start) * size
-            copy_bytes(packed, target, mem, places[start, 0] + offset + places[start, 1] * size,
-                       nbytes)  # fmt: skip
+            copy_bytes(
+                packed, target, mem, places[start, 0] + offset + places[start, 1] * size, nbytes
+            )
             target += nbytes
             start = stop
     return frames
 
 
 @kernel
-def _unpack_kernel(frames: Any, column: int, tables: Any, frame_table: Any, zeros: Any,
-                   batch: Any, first: int) -> None:  # fmt: skip
+def _unpack_kernel(
+    frames: Any, column: int, tables: Any, frame_table: Any, zeros: Any, batch: Any, first: int
+) -> None:
     """Copy one observation column's frames, for s and s', into the batch from row `first` on."""
     copy = record_at(frame_table, column * FRAME_COPY_WORDS, FRAME_COPY)
     size, depth = copy.nbytes, copy.depth
@@ -172,7 +176,7 @@ class BatchPacker:
         last = as_buffer(memory[: layout.rows_bytes])
         return BatchMessage(
             self._schema.hash, epoch, sequence, draw.count, rows, frames, first, (*body, last)
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

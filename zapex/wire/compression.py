@@ -9,7 +9,9 @@ import numpy as np
 from zapex.errors import BadMessage, ConfigError, OtherVersion
 
 _LEVEL = 1  # the fastest; higher ones save little of frames and take several times as long
-_WINDOW_BYTES = 1 << 20  # what a frame may make this end hold besides its contents; ours: 512 KiB
+_WINDOW_BYTES = (
+    1 << 20
+)  # memory that decompressing a frame may take besides its contents; ours take 512 KiB
 _INSTALL = "pip install 'zapex[compress]'"
 
 
@@ -20,7 +22,7 @@ def check_installed(flag: str) -> None:
 
 
 def check_compresses() -> None:
-    """Raise OtherVersion, which the peer is told, if this end cannot do what the peer asks for."""
+    """Raise OtherVersion, which the server sends to the peer, if this end cannot compress."""
     _zstd()
 
 

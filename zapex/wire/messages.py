@@ -554,9 +554,15 @@ _MESSAGES: tuple[type[Message], ...] = (
 _READ = {message.kind: message.read for message in _MESSAGES}
 COMPRESSIBLE = {Kind.PUSH, Kind.BATCH}
 _NEED_NO_FORM = {
-    Kind.HELLO, Kind.WELCOME, Kind.ACK, Kind.UPDATE_ACK, Kind.PULL, Kind.PUBLISH_ACK, Kind.BYE,
+    Kind.HELLO,
+    Kind.WELCOME,
+    Kind.ACK,
+    Kind.UPDATE_ACK,
+    Kind.PULL,
+    Kind.PUBLISH_ACK,
+    Kind.BYE,
     Kind.ERROR,
-}  # fmt: skip
+}
 
 
 def decode(buffers: Sequence[Any], form: Form | None, *, of_client: bool = False) -> Any:
