@@ -152,6 +152,8 @@ train SMALL --run-dir file/run               | --run-dir file/run
 train SMALL --config none.toml               | none.toml & No such file
 train SMALL --config taken                   | taken & Is a directory
 train SMALL --config file                    | file is not TOML
+train SMALL --config bare.toml               | 'lr' & learner
+train SMALL --config latin.toml              | latin.toml
 train SMALL --config lr.toml                 | lr.toml & --lr & 'fast'
 train SMALL --config table.toml              | did you mean learner?
 train SMALL --config key.toml                | 'learning_rate'; did you mean lr?
@@ -201,6 +203,7 @@ doctor actor SMALL --replay 7711             | --replay & tcp://HOST:PORT
 
 FILES = {
     "file": "not TOML = = 3",
+    "bare.toml": "lr = 3",
     "lr.toml": '[learner]\nlr = "fast"',
     "table.toml": "[learnr]\nlr = 3",
     "key.toml": "[learner]\nlearning_rate = 3",
@@ -221,6 +224,7 @@ def test_a_mistake_is_one_line_with_setting_value_and_hint(
 ) -> None:  # fmt: skip
     for name, text in FILES.items():
         Path(name).write_text(text)
+    Path("latin.toml").write_bytes(b"\xff")
     Path("taken").mkdir()
     if command.startswith(("eval run", "export run")):
         a_run()

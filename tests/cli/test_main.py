@@ -249,22 +249,6 @@ def test_a_resumed_run_keeps_its_settings_and_directory(
     assert "was made for num_actions 3" in refusal(capsys, "train", "--resume", "runs/a")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("lr = 3", "'lr'"),
-        ("[learner", "is not TOML"),
-        ("\xff", "is not TOML"),
-    ],
-)
-def test_a_bad_settings_file_is_one_line(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    assert said in refusal(capsys, "train", *SMALL, "--config", str(file))
-
-
 def test_a_failure_of_the_run_is_one_line_and_exit_code_1(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,40 +315,6 @@ def test_a_video_drawn_by_pygame_needs_no_window_and_prints_nothing_else(
     assert err == ""
     assert "pygame" not in out
     assert Path("game.mp4").stat().st_size > 1000
-
-
-def blocks(language: str, page: str = "README.md") -> str:
-    return "\n".join(re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.S))
-
-
-_PAGES = ("install", "commands", "many_hosts", "python", "watching", "comparing", "repeatable")
-
-
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", *(f"docs/{name}.md" for name in _PAGES)],
-)
-def test_documented_commands_flags_and_targets_exist(page: str) -> None:
-    shell = re.sub(r"#.*", "", blocks("sh", page))
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert set(re.findall(r"make ([a-z-]+)", shell)) <= set(targets) | {"python"}
-    assert set(re.findall(r"zapex ([a-z]+)", shell)) <= cli.COMMANDS.keys() | {"make"}
-    known = {flag_of(name) for name in FIELDS} | {
-        "--config",
-        "--help",
-        "--help-all",
-        "--episodes",
-        "--video",
-    }
-    known |= {"--listen", "--replay", "--keys", "--with-learner", "--on", "--dry-run", "--onnx"}
-    known |= {"--game", "--plain", "--terminal", "--render", "--json"}
-    known |= {"--seeds", "--by", "--score", "--out"}
-    known |= {"--shards", "--shard", "--compress"}
-    assert set(re.findall(r"(--[a-z-]+)", shell)) <= known
-
-
-def test_the_readmes_python_runs() -> None:
-    exec(compile(blocks("python"), "README.md", "exec"), {})
 
 
 @pytest.fixture
