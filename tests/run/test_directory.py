@@ -45,7 +45,7 @@ def test_resume_counts_from_the_checkpoint_if_metrics_are_behind(
         assert run.steps_before == base["steps"] == 900
         assert (base["frames"], base["batches"], base["wall_s"]) == (3600, 112, 2.0)
         assert base["params_version"] == 40
-    assert "going on at 3,600 frames; the replay" in capsys.readouterr().out
+    assert "resuming at 3,600 frames; the replay" in capsys.readouterr().out
 
 
 def test_resume_reports_learning_lost_since_the_checkpoint(
@@ -57,7 +57,7 @@ def test_resume_reports_learning_lost_since_the_checkpoint(
     with directory.opened(run_in(tmp_path)) as (_, base):
         assert (base["frames"], base["batches"], base["params_version"]) == (4000, 112, 7)
     said = capsys.readouterr().out
-    assert "going on at 4,000 frames with step-000000000900, of 3,600 frames: what was" in said
+    assert "resuming at 4,000 frames with step-000000000900, of 3,600 frames: what was" in said
 
 
 def test_best_evaluation_is_read_from_its_checkpoint(tmp_path: Path) -> None:

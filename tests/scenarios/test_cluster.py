@@ -132,7 +132,7 @@ def test_a_host_that_is_joining_again_ends_at_ctrl_c_as_one_that_plays(cluster: 
     replay.popen.kill()
     replay.popen.wait(10)
     anew = cluster.start("replay", "--actors", "1")
-    actor.wait_to_say("the replay was started anew; joining again")
+    actor.wait_to_say("the replay was restarted with a new memory; joining again")
     anew.popen.kill()  # the actor waits for it, unless it was quicker
     assert actor.ends(60, signal.SIGINT) == 0, actor.output
     assert actor.is_gone()

@@ -149,7 +149,7 @@ def test_ale_runs_saves_goes_on_and_is_evaluated(capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert train("--resume", "run", "--max-frames", "3200") == 0
     said = capsys.readouterr().out
-    assert f"going on at {before['frames']:,.0f} frames; the replay is refilled first" in said
+    assert f"resuming at {before['frames']:,.0f} frames; the replay is refilled first" in said
     assert "learning starts after 256 transitions" in said
     after, resaved = result("run"), newest("run")
     for name in ("steps", "frames", "batches", "samples", "inserted", "wall_s"):

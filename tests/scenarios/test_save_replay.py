@@ -140,7 +140,7 @@ def test_actors_that_stayed_join_the_replay_that_was_started_again_with_its_memo
         loaded = number(again.output, "loaded from")
         again.run = replay.run
         cluster.config = SMALL
-        actor.wait_to_say("the replay was started anew; joining again")
+        actor.wait_to_say("the replay was restarted with a new memory; joining again")
         again.wait_for(lambda: live(again) > loaded > 0, "more transitions")
         for part in (actor, learner, again):
             assert part.ends(IN_TIME_S, signal.SIGINT) == 0, part.output

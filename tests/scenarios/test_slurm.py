@@ -59,7 +59,7 @@ def test_slurm_places_a_run_and_requeued_jobs_lose_nothing_that_was_acknowledged
     assert "nothing to resume from" in run.log("actor")
     # What SLURM sends before the time limit: the learner saves, and asks for another place.
     slurm.run("scancel", "--batch", "--signal=USR1", jobs["learner"])
-    run.wait_for(lambda: "going on at" in run.log("learner"), "a learner that goes on")
+    run.wait_for(lambda: "resuming at" in run.log("learner"), "a resumed learner")
     assert f"saved before the time limit; scontrol requeue {jobs['learner']}" in run.log("learner")
     batches = run.snapshot("learner-0")["totals"]["batches"]
     run.wait_for(lambda: run.snapshot("actor-0")["relay"].get("acknowledged", 0) > 5, "chunks")

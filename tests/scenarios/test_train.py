@@ -318,6 +318,16 @@ def test_a_role_that_cannot_stay_up_ends_the_run_with_its_own_traceback_and_exit
     assert command.left_over() == []
 
 
+@pytest.mark.slow
+def test_roles_that_exit_with_status_0_fail_the_run(start: Callable[..., Command]) -> None:
+    args = ["--env", "tests.support.raising_env:quitting", "--preset", "smoke"]
+    command = start(*args, main=IMPATIENT)
+    assert command.popen.wait(100) == 1
+    assert "exit status 0" in command.output
+    reason = "actor 0 is not restarted: it died 2 times in a row"
+    assert reason in json.loads((command.run / "result.json").read_text())["reason"]
+
+
 def test_ctrl_c_before_anything_was_started_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

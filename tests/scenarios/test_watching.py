@@ -113,7 +113,7 @@ def test_training_goes_on_when_the_terminal_closes_and_others_watch_and_end_it(t
     shell.wait_for(log.exists, "log of what was said without a terminal")
     before = last(run)
     shell.wait_for(lambda: last(run) > before, "batch without a terminal")
-    assert "the terminal was closed and the run goes on" in log.read_text()
+    assert "the terminal was closed; the run continues" in log.read_text()
     assert "\x1b" not in log.read_text()
 
     listed = zapex(tmp_path, "runs")

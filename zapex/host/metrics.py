@@ -150,9 +150,12 @@ class RoleMetrics:
     """
 
     def __init__(
-        self, buffer: Any, role: Role, create: bool,
+        self,
+        buffer: Any,
+        role: Role,
+        create: bool,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
-    ) -> None:  # fmt: skip
+    ) -> None:
         table = TABLES[role]
         view = memoryview(buffer).cast("B")
         if len(view) < self.required_bytes():
@@ -210,7 +213,7 @@ class RoleMetrics:
     def divide(self, times: Mapping[str, float]) -> None:
         """Count the running phase's time so far for these phases, in proportion to `times`.
 
-        The running phase goes on, from now. No times: nothing changes.
+        The running phase continues from now. No times: nothing changes.
         """
         total = sum(times.values())
         if not total:

@@ -117,7 +117,7 @@ class HostPlan:
         if self.part.linked is not None or self.part.holds_replay:
             rings["notices"] = (64, NOTICE)
         if self.part.listens and self.part.learns:
-            rings["endings"] = (2, NOTICE)  # parent -> replay, which tells the other hosts
+            rings["endings"] = (2, NOTICE)  # parent -> replay, which ends the other hosts
         if self.part.learns:
             rings["evaluations"] = (64, self.evaluation_dtype)
         return rings

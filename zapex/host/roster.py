@@ -170,7 +170,7 @@ class Routes:
         return int(row[_VISIT]), sequence - int(row[_BASE])
 
     def is_new_memory(self, shard: int, epoch: int) -> bool:
-        """Note a shard's epoch. Whether it had another one: then no visit to it goes on."""
+        """Note a shard's epoch. Whether it had another one: then all visits to it end."""
         known, self._epochs[shard] = int(self._epochs[shard]), epoch
         if known in (0, epoch):
             return False

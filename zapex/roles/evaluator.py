@@ -70,10 +70,10 @@ class Spectator(Protocol):
     """Sees a game as it is played, and keeps its pace."""
 
     def begin(self, screens_per_s: float, action_names: Sequence[str]) -> None:
-        """What is known before the first moment."""
+        """Called with what is known before the first moment."""
 
     def see(self, moment: Moment) -> bool:
-        """Show it. Returns whether it should go on."""
+        """Show it. Returns whether to continue."""
 
 
 class RunningEvaluation:
@@ -287,7 +287,10 @@ class Evaluator:
             self._streams = self._make_streams()
         self._metrics.set("params_version", version)
         self._evaluation = RunningEvaluation(
-            self._policy.q_values, self._streams, self._episodes, seed=self._seed,
+            self._policy.q_values,
+            self._streams,
+            self._episodes,
+            seed=self._seed,
             epsilon=self._epsilon,
-        )  # fmt: skip
+        )
         return True

@@ -52,8 +52,10 @@ class Trainer(Protocol):
 class AtOnce:
     """The steps of a DQN that `begin` makes itself, as on a CPU.
 
-    complete: makes what the DQN learns from out of a batch; None: the batch is that already. after:
-    is called after each step.
+    Args:
+        dqn: learns.
+        complete: makes the DQN's columns from a batch; None: the batch has them.
+        after: called after each step.
     """
 
     late = 0
@@ -62,19 +64,20 @@ class AtOnce:
         self,
         dqn: "DQN",
         complete: Callable[[Batch], Any] | None = None,
-        after: Callable[[], object] = lambda: None,
+        after: Callable[[], object] | None = None,
     ) -> None:
-        self._dqn, self._complete = dqn, complete or (lambda batch: batch)
-        self._after = after
+        self._dqn, self._complete, self._after = dqn, complete, after
         self._done: deque[tuple[NDArray[np.float32], dict[str, float]]] = deque()
 
     def begin(self, batch: Batch, enter: Callable[[str], object]) -> None:
         """Learn from a batch."""
-        self._done.append(self._dqn.learn(self._complete(batch), enter))
+        columns = batch if self._complete is None else self._complete(batch)
+        self._done.append(self._dqn.learn(columns, enter))
 
     def finish(self) -> tuple[NDArray[np.float32], dict[str, float], dict[str, float]]:
         """What came of the oldest step."""
-        self._after()
+        if self._after is not None:
+            self._after()
         return *self._done.popleft(), {}
 
 
@@ -196,8 +199,9 @@ class Learner:
                 f"{self._left_out:,} sampled rows so far had numbers that are not finite, or "
                 f"above {LARGEST:.0e}, and are not learned from: look for them in the rewards and "
                 "observations of the environment",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
 
     def ready(self) -> bool:
         """Whether a batch is there, or a step under way: for `wait(ready, timeout_s)`."""

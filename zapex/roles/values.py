@@ -24,9 +24,14 @@ class Pull:
     """
 
     def __init__(
-        self, policy: "Acting", parameters: ParameterSource, metrics: RoleMetrics, *, period: int,
+        self,
+        policy: "Acting",
+        parameters: ParameterSource,
+        metrics: RoleMetrics,
+        *,
+        period: int,
         parameter_bytes: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._policy, self._parameters, self._metrics = policy, parameters, metrics
         self._received = np.empty(parameter_bytes, np.uint8)
         self._period, self._left = period, 0

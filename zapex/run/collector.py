@@ -195,14 +195,14 @@ class Collector:
                 self._add_evaluation(Evaluation(returns, version, *at))
 
     def _look_at_saves(self) -> None:
-        """Tell once that the disk refuses what a role saves, and once that it no longer does."""
+        """Report once that the disk refuses what a role saves, and once that it works again."""
         for role, block in self._savers:
             code, what = int(block.value("unsaved")), _SAVED_BY[role]
             if code == self._unsaved.get(role, 0):
                 continue
             self._unsaved[role] = code
             text = f"{what} cannot be written: {why_not_written(code, self.run.run_dir)}"
-            again = "training goes on in memory, and it is tried again"
+            again = "training continues in memory and will try again"
             self.monitor.message(f"{text}; {again}" if code else f"{what} can be written again")
 
     def _add_evaluation(self, evaluation: Evaluation) -> None:
@@ -215,7 +215,7 @@ class Collector:
             self.end(f"the mean return of an evaluation reached {target:g}", over=True)
 
     def take_notices(self) -> None:
-        """Read the notices of the role with the link."""
+        """Read the notices of a role with a link to other hosts, or with the experience."""
         if self._notices is None:
             return
         for record in self._notices.take(self._notices.ring.capacity):
@@ -257,7 +257,7 @@ class Collector:
         self.ending = replace(self.ending, reason=reason, **more)
 
     def leave_terminal(self) -> None:
-        """The terminal was closed: the run goes on, and what it says goes to a file."""
+        """The terminal was closed: the run continues, and its output goes to a file."""
         _say_into(Path(os.devnull))
         self._live = False
         self.monitor.show_in(PlainLines(sys.__stdout__))  # the picture's end goes nowhere
@@ -267,7 +267,7 @@ class Collector:
             _say_into(logs / TERMINAL_LOG)
         name = shlex.quote(str(self.run.run_dir))
         self.monitor.message(
-            f"the terminal was closed and the run goes on: zapex watch {name}, zapex stop {name}"
+            f"the terminal was closed; the run continues: zapex watch {name}, zapex stop {name}"
         )
 
     def check_limits(self, frames: float, wall_s: float) -> None:

@@ -20,7 +20,7 @@ from zapex.watch import recorders
 from zapex.watch.report import Evaluation
 from zapex.watch.runs import LOCK_FILE
 
-_PATIENCE_S = 0.5  # `zapex watch` and `zapex runs` hold a shared lock for a moment
+_LOCK_S = 0.5  # `zapex watch` and `zapex runs` hold a shared lock for a moment
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def opened(run: Run) -> Iterator[tuple[Run, dict[str, float]]]:
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Give a directory that cannot go on another name: DIR.1, DIR.2, ...; None: there is none.
+    """Rename a directory that cannot be resumed: DIR.1, DIR.2, ...; None: there is none.
 
     Raises ConfigError if another process trains in it.
     """
@@ -77,7 +77,7 @@ def _held(run_dir: Path) -> Iterator[None]:
 
 
 def _take(lock: int) -> None:
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _LOCK_S
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +124,7 @@ def _totals(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _where(run: Run, base: Mapping[str, float]) -> str:
     """Where a resumed run is."""
-    text = f"going on at {base.get('frames', 0.0):,.0f} frames"
+    text = f"resuming at {base.get('frames', 0.0):,.0f} frames"
     newest = checkpoints.latest(run.run_dir)
     learned = _totals(checkpoints.load(newest).state).get("frames") if newest else None
     if newest is not None and isinstance(learned, (int, float)) and learned < base["frames"]:

@@ -29,9 +29,16 @@ from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
 
 FOLDER = "replay"  # in the run's directory
-_COMES_BACK = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE,
-               errno.ENFILE}  # fmt: skip
-"""What keeps this process from reading files that may be whole."""
+_TEMPORARY = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+}
+"""Errors that keep this process from reading files that may be whole."""
 _BEGIN_S = 30.0  # until the process that keeps the memory begins its last save
 _FIRST_S = 60.0  # for the first file of a save
 _SPARE_S, _SPARE = 30.0, 4.0  # added to, and times, the time that the speed so far suggests
@@ -46,15 +53,21 @@ def is_saved(run_dir: Path) -> bool:
 class Keeper:
     """Loads a run's saved experience, and saves it.
 
-    tell: takes a line for the user; it is called by the thread that calls a Keeper. clock_s:
-    seconds from any origin, for the period of saves.
+    Args:
+        run: the run.
+        host: this host's memory.
+        report: takes a line for the user; called by the thread that calls a Keeper.
+        clock_s: seconds from any origin, for the period of saves.
     """
 
     def __init__(
-        self, run: Run, host: HostMemory, tell: Callable[[str], object],
+        self,
+        run: Run,
+        host: HostMemory,
+        report: Callable[[str], object],
         clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._run, self._host, self._tell, self._clock_s = run, host, tell, clock_s
+    ) -> None:
+        self._run, self._host, self._report, self._clock_s = run, host, report, clock_s
         self._folder = run.run_dir / FOLDER
         self.words = SaveWords(host.part_of("saves"))
         self._saves = Saves()
@@ -68,10 +81,14 @@ class Keeper:
     def memory(self, make: Callable[[], ReplayCore]) -> ReplayCore:
         """The run's memory: with what was saved if the run is resumed, or as a process left it.
 
-        make: makes a ReplayCore over the host's block of experience. Experience that is damaged, or
-        that other settings do not fit, is renamed, and the run begins with an empty memory: what
-        the learner knows is worth more than the wait. Raises Refused where files may be whole and
-        only cannot be read now: then an empty memory would be the loss.
+        Saved experience that is damaged, or of other settings, is renamed, and the run begins with
+        an empty memory: what the learner knows is worth more than the wait.
+
+        Args:
+            make: makes a ReplayCore over the host's block of experience.
+
+        Raises:
+            Refused: files may be whole but cannot be read now: an empty memory would lose them.
         """
         if self.words.half_loaded:
             self._empty()
@@ -90,7 +107,7 @@ class Keeper:
         run_dir = self._run.run_dir
         saved = sum(file.stat().st_size for file in self._folder.glob("*"))
         if (room := free_bytes(run_dir) + saved) < full_bytes:
-            self._tell(
+            self._report(
                 f"--save-replay needs {size_of(full_bytes)} for a full memory, and the disk of "
                 f"{run_dir} has room for {size_of(room)}"
             )
@@ -102,20 +119,20 @@ class Keeper:
         except (*UNREADABLE, CheckpointError) as error:
             self._empty()
             cause = error if isinstance(error, OSError) else error.__cause__
-            if isinstance(cause, OSError) and cause.errno in _COMES_BACK:
+            if isinstance(cause, OSError) and cause.errno in _TEMPORARY:
                 raise Refused(
                     f"the saved memory in {self._folder} cannot be read now ({cause.strerror}) and "
-                    "is as it was: mend that, or rename it to begin with an empty memory"
+                    "is unchanged: fix that, or rename it to start with an empty memory"
                 ) from error
             aside = self._set_aside()
             why = error if isinstance(error, CheckpointError) else f"it is damaged ({error!r})"
-            self._tell(
+            self._report(
                 f"the saved memory is not used: {why}. It is {aside} now, and the run begins "
                 "with an empty memory"
             )
             return make()
         spent_s = time.monotonic() - began_s
-        self._tell(
+        self._report(
             f"memory: {len(replay):,} transitions loaded from {self._folder} in {spent_s:.1f} s"
         )
         return replay
@@ -135,11 +152,11 @@ class Keeper:
             raise Refused(f"{self._folder} cannot be renamed: {error.strerror}") from error
 
     def do_work(self) -> None:
-        """With `always`: begin a save beside the duty cycles if one is due."""
+        """With `always`: begin a save in a thread if one is due."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             if self.words.unsaved or self._failed:
-                self._tell(self._outcome)
+                self._report(self._outcome)
             self._failed = bool(self.words.unsaved)
         due = self._period_s and self._clock_s() - self._saved_s >= self._period_s
         if due and self._thread is None:
@@ -156,7 +173,7 @@ class Keeper:
             self._thread.join()
         self.words.set_progress(0, 0)
         self._save()
-        self._tell(self._outcome)
+        self._report(self._outcome)
         self.words.last(over=True)
 
     def _save(self) -> None:
@@ -182,7 +199,7 @@ class Keeper:
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """What must be the same for transitions to be of use, besides what a snapshot says itself."""
+    """Settings that must match for saved transitions to be reusable."""
     env = run.config.env
     values = {name: getattr(env, name) for name in ("env", "env_kwargs", "wrapper", "reward_clip")}
     found: dict[str, Any] = json.loads(json.dumps(values))
@@ -223,20 +240,23 @@ class SaveDeadline:
 
     Args:
         words: what the process that saves reports.
-        tell: takes a line about the progress.
+        report: takes a line about the progress.
         interrupt: how the user ends the save at once.
         clock_s: seconds from any origin.
     """
 
     def __init__(
-        self, words: SaveWords, tell: Callable[[str], object], interrupt: str,
+        self,
+        words: SaveWords,
+        report: Callable[[str], object],
+        interrupt: str,
         clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._words, self._tell, self._clock_s = words, tell, clock_s
+    ) -> None:
+        self._words, self._report, self._clock_s = words, report, clock_s
         self._interrupt = interrupt
         self._total = self._done = -1
         self._due_s = clock_s() + _BEGIN_S
-        self._began_s = self._tell_s = clock_s()
+        self._began_s = self._report_s = clock_s()
 
     def keep_waiting(self) -> bool:
         """Whether the parent should wait on; to be called about once a second."""
@@ -250,11 +270,11 @@ class SaveDeadline:
         over = self._words.last_is_over  # it has only to end
         if now_s > self._due_s:
             if not over:
-                self._tell("the memory is not saved: the disk is too slow")
+                self._report("the memory is not saved: the disk is too slow")
             return False
-        if total and not over and now_s >= self._tell_s:
-            self._tell_s = now_s + _TELL_S
-            self._tell(
+        if total and not over and now_s >= self._report_s:
+            self._report_s = now_s + _TELL_S
+            self._report(
                 f"saving the memory: {size_of(done)} of {size_of(total)}; {self._interrupt} "
                 "ends at once, with what was saved before"
             )

@@ -527,11 +527,16 @@ def _link_to_join(run: Run, membership: Membership, shard: int = 0) -> ZmqLink:
     """A link to ask about the run, or to end it. Shard 0 knows the run."""
     schema = run.spec.schema(run.config.replay.n_step, run.config.replay.gamma)
     return ZmqLink(
-        membership.all_urls[shard], run.part.linked or "", membership.host, time.time_ns(), None,
-        replace(run, membership=membership).settings_at(shard), security_of(membership),
+        membership.all_urls[shard],
+        run.part.linked or "",
+        membership.host,
+        time.time_ns(),
+        None,
+        replace(run, membership=membership).settings_at(shard),
+        security_of(membership),
         schema_hash=schema.hash,
         actors=run.config.actor.actors if "actor" in run.part.roles else int(membership.take_over),
-    )  # fmt: skip
+    )
 
 
 def _welcome(link: ZmqLink, encrypted: bool) -> Welcome:

@@ -45,7 +45,7 @@ def run_processes(run: Run, base: dict[str, float], caller: Caller | None = None
         populator = None
         if plan.experience_bytes:
             huge, spread = run.config.replay.huge_pages, run.config.run.numa == "interleave"
-            with interleaved(spread and huge):  # other memory is reserved beside the start
+            with interleaved(spread and huge):  # other memory is reserved while roles start
                 experience = stack.enter_context(
                     Segment.create(
                         "zapex-experience", plan.experience_bytes, huge_pages=huge, reserve=False
@@ -142,7 +142,7 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
 
 
 def _shut_down(supervisor: Supervisor, collector: Collector) -> None:
-    """End all roles; the one with the experience may go on saving it."""
+    """End all roles; the one with the experience has time to save it."""
     part, host = collector.run.part, collector.host
     if not part.holds_replay or collector.run.config.replay.save_replay == "never":
         events = supervisor.shutdown(_GRACE_S)

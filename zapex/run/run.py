@@ -212,9 +212,13 @@ class Run:
         layout = self._layout
         grant = self.config.actor.envs_per_actor * layout.chunk
         return LimiterConfig(
-            samples_per_insert=0, tolerance=0, min_size_to_sample=1, batch=1, grant=grant,
+            samples_per_insert=0,
+            tolerance=0,
+            min_size_to_sample=1,
+            batch=1,
+            grant=grant,
             capacity=layout.capacity,
-        )  # fmt: skip
+        )
 
     @property
     def param_steps(self) -> int:

@@ -94,7 +94,7 @@ class Start:
 
 
 class Attended(DutyCycle):
-    """A role whose process has other work beside it: links to other hosts, or saving."""
+    """A role whose process has other work, too: links to other hosts, or saving."""
 
     fds: Sequence[int] | None = ()
     """Sockets that its process waits on, too. None: it must call `ready` all the time."""
