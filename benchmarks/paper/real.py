@@ -25,9 +25,20 @@ from zapex.machine.child import PARENT_VARIABLE
 
 SYSTEMS = ("a", "c", "e")
 _FLAGS = [
-    "--env", "ALE/Breakout-v5", "--preset", "laptop", "--capacity", "20k", "--learning-starts",
-    "2k", "--eval-period-s", "0", "--envs-per-actor", "8", "--plain",
-]  # fmt: skip
+    "--env",
+    "ALE/Breakout-v5",
+    "--preset",
+    "laptop",
+    "--capacity",
+    "20k",
+    "--learning-starts",
+    "2k",
+    "--eval-period-s",
+    "0",
+    "--envs-per-actor",
+    "8",
+    "--plain",
+]
 _ACTOR = {"pull": "pull", "push": "push", "wait": "wait"}
 _LEARNER = {"gather": "sample", "update": "update", "publish": "set", "wait": "wait"}
 _RELAY = {"push": "push", "pull": "pull", "report": "report", "idle": "wait"}
@@ -165,11 +176,24 @@ def measure_real(system: str, actors: int, seconds: float, port: int) -> dict[st
         for one in (found["actor"], found["learner"])
     ]
     return {
-        "system": system, "modelled": False, "actors": actors, "gbit": None,
-        "format": FORMATS[system], "paced": None, "bytes": {}, "host_bound": True,
-        "communication_share": sum(communication) / 2, "actor_share": found["actor"],
-        "learner_share": found["learner"], "core_seconds": {}, "actor_push_ms": {},
-        "actor_pull_ms": {}, "learner_set_ms": {}, "learner_sample_ms": {},
-        "learner_pull_experiences_per_s": None, "push_hz": None, "ideal_push_hz": None,
+        "system": system,
+        "modelled": False,
+        "actors": actors,
+        "gbit": None,
+        "format": FORMATS[system],
+        "paced": None,
+        "bytes": {},
+        "host_bound": True,
+        "communication_share": sum(communication) / 2,
+        "actor_share": found["actor"],
+        "learner_share": found["learner"],
+        "core_seconds": {},
+        "actor_push_ms": {},
+        "actor_pull_ms": {},
+        "learner_set_ms": {},
+        "learner_sample_ms": {},
+        "learner_pull_experiences_per_s": None,
+        "push_hz": None,
+        "ideal_push_hz": None,
         "machine": found["machine"],
-    }  # fmt: skip
+    }

@@ -42,28 +42,46 @@ def play(run: Run, number: int, client: Any, stop: list[int]) -> dict[str, Any]:
     torch.set_num_threads(config.actor.actor_threads)
     games, actions = run.seed(number).spawn(2)
     played = streams.make(
-        run.spec, size, seed=int(games.generate_state(1)[0]),
-        num_threads=config.actor.env_threads, max_episode_frames=config.env.max_episode_frames,
-    )  # fmt: skip
+        run.spec,
+        size,
+        seed=int(games.generate_state(1)[0]),
+        num_threads=config.actor.env_threads,
+        max_episode_frames=config.env.max_episode_frames,
+    )
     layout, first = run.plan.replay, number * size
     sink = PairSink(client, layout, size, most_waiting(layout, config.actor.actors))
     metrics = RoleMetrics(aligned_zeros(RoleMetrics.required_bytes()), "actor", create=True)
     policy = make_policy(run)
     pull = Pull(
-        policy, Parameters(client), metrics,
-        period=run.param_steps, parameter_bytes=run.plan.parameter_bytes,
-    )  # fmt: skip
+        policy,
+        Parameters(client),
+        metrics,
+        period=run.param_steps,
+        parameter_bytes=run.plan.parameter_bytes,
+    )
     builder = ChunkBuilder(
-        sink.store, size, actor=number, incarnation=1, first_stream=first,
+        sink.store,
+        size,
+        actor=number,
+        incarnation=1,
+        first_stream=first,
         max_chunk_age_steps=config.actor.max_chunk_age_steps,
-    )  # fmt: skip
+    )
     ladder = epsilon_ladder(run.streams, config.actor.eps_base, config.actor.eps_alpha)
     actor = Actor(
-        played, OwnValues(policy, pull, metrics), sink, builder, metrics, lambda records: None,
-        epsilons=ladder[first : first + size], first_stream=first,
-        reward_clip=config.env.reward_clip, priorities=True, rng=np.random.default_rng(actions),
+        played,
+        OwnValues(policy, pull, metrics),
+        sink,
+        builder,
+        metrics,
+        lambda records: None,
+        epsilons=ladder[first : first + size],
+        first_stream=first,
+        reward_clip=config.env.reward_clip,
+        priorities=True,
+        rng=np.random.default_rng(actions),
         clock_ns=time.perf_counter_ns,
-    )  # fmt: skip
+    )
     while not stop:
         if not actor.do_work():
             time.sleep(_PAUSE_S)
@@ -80,10 +98,16 @@ def learn(run: Run, client: Any, stop: list[int]) -> dict[str, Any]:
     torch.set_num_threads(most_learner_threads(run))
     dqn = make_dqn(run)
     replay = PrioritizedReplay(
-        layout.capacity, layout.schema, config.replay.alpha, config.replay.priority_eps,
-        config.run.seed, chunk=layout.chunk, min_size_to_sample=config.replay.learning_starts,
-        samples_per_insert=config.replay.samples_per_insert, tolerance=config.limiter_tolerance,
-    )  # fmt: skip
+        layout.capacity,
+        layout.schema,
+        config.replay.alpha,
+        config.replay.priority_eps,
+        config.run.seed,
+        chunk=layout.chunk,
+        min_size_to_sample=config.replay.learning_starts,
+        samples_per_insert=config.replay.samples_per_insert,
+        tolerance=config.limiter_tolerance,
+    )
     memory, parameters, clock = Memory(client, replay), Parameters(client), Clock()
     rows = config.learner.batch_size
     batch = replay.empty_batch(rows, "channels_last" if dqn.channels_last else "channels_first")

@@ -513,8 +513,10 @@ class Simulation:
     def run(self) -> Outcome:
         """Warm up, then measure."""
         for steps in (
-            *map(self._serve, self._shards), *map(self._play, self._groups), self._learn(),
-        ):  # fmt: skip
+            *map(self._serve, self._shards),
+            *map(self._play, self._groups),
+            self._learn(),
+        ):
             self.loop.start(steps)
         self._some_rounds()
         before, began_s, stations = dict(self._counts), self.loop.now_s, self._stations()
@@ -533,9 +535,14 @@ class Simulation:
         steps, batches, _ = (self._counts[name] - before[name] for name in self._counts)
         ages = {name: fmean(values) if values else 0.0 for name, values in self._ages.items()}
         return Outcome(
-            self.c.actors, steps / seconds, batches / seconds, ages["push"], ages["parameters"],
-            ages["stale"], loads,
-        )  # fmt: skip
+            self.c.actors,
+            steps / seconds,
+            batches / seconds,
+            ages["push"],
+            ages["parameters"],
+            ages["stale"],
+            loads,
+        )
 
     def _some_rounds(self) -> None:
         """Some rounds of all actors, enough batches, and some versions of the parameters."""
@@ -577,11 +584,22 @@ def predicted(row: dict[str, Any], times: Times) -> Outcome:
         for name, line in (("site", "site"), ("learner", "far"))
     }
     cluster = Cluster(
-        actors=point["actors"], per_host=1, rows=rows, play_s=point["actor_s"],
-        chunk_bytes=found["push_bytes"] / burst, batch=512, batch_bytes=found["batch_bytes"],
-        parameter_bytes=4 * 3_292_837, learn_s=point["learner_s"], times=times, burst=burst,
-        ahead=0, publish_s=2.0, shards=point["shards"], **links,
-    )  # fmt: skip
+        actors=point["actors"],
+        per_host=1,
+        rows=rows,
+        play_s=point["actor_s"],
+        chunk_bytes=found["push_bytes"] / burst,
+        batch=512,
+        batch_bytes=found["batch_bytes"],
+        parameter_bytes=4 * 3_292_837,
+        learn_s=point["learner_s"],
+        times=times,
+        burst=burst,
+        ahead=0,
+        publish_s=2.0,
+        shards=point["shards"],
+        **links,
+    )
     return Simulation(cluster).run()
 
 
@@ -657,14 +675,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = results["points"][0]["measured"]
     rows = 64  # of a chunk
     cluster = Cluster(
-        actors=1, per_host=options.per_host, rows=rows, play_s=rows / options.actor_steps,
-        chunk_bytes=sizes["push_bytes"] * rows / 800, batch=512, batch_bytes=sizes["batch_bytes"],
-        parameter_bytes=4 * 3_292_837, learn_s=options.learner_ms / 1e3,
-        times=Times(**results["times"]), ahead=options.envs_per_actor, prefetch=options.prefetch,
-        reuse=options.samples_per_insert, shards=options.shards, host=Link(options.host_gbit),
-        site=Link(options.site_gbit, options.site_rtt_ms), replay=Link(options.replay_gbit),
+        actors=1,
+        per_host=options.per_host,
+        rows=rows,
+        play_s=rows / options.actor_steps,
+        chunk_bytes=sizes["push_bytes"] * rows / 800,
+        batch=512,
+        batch_bytes=sizes["batch_bytes"],
+        parameter_bytes=4 * 3_292_837,
+        learn_s=options.learner_ms / 1e3,
+        times=Times(**results["times"]),
+        ahead=options.envs_per_actor,
+        prefetch=options.prefetch,
+        reuse=options.samples_per_insert,
+        shards=options.shards,
+        host=Link(options.host_gbit),
+        site=Link(options.site_gbit, options.site_rtt_ms),
+        replay=Link(options.replay_gbit),
         learner=Link(options.learner_gbit, options.learner_rtt_ms),
-    )  # fmt: skip
+    )
     found = curve(cluster, options.most_actors)
     if options.figure:
         draw(found, options.actor_steps, options.figure)

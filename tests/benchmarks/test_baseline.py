@@ -47,10 +47,14 @@ def played(rows: int) -> PrioritizedReplay:
     stacks = np.lib.stride_tricks.sliding_window_view(frames, 4, axis=0)
     stacks = np.moveaxis(stacks, -1, 1)
     replay.extend(
-        obs=stacks[:rows], next_obs=stacks[3 : rows + 3], action=rng.integers(5, size=rows),
-        mask=rng.random((rows, 2), np.float32), reward=np.arange(rows, dtype=np.float32),
-        discount=rng.random(rows, np.float32), priorities=rng.normal(size=rows),
-    )  # fmt: skip
+        obs=stacks[:rows],
+        next_obs=stacks[3 : rows + 3],
+        action=rng.integers(5, size=rows),
+        mask=rng.random((rows, 2), np.float32),
+        reward=np.arange(rows, dtype=np.float32),
+        discount=rng.random(rows, np.float32),
+        priorities=rng.normal(size=rows),
+    )
     return replay
 
 

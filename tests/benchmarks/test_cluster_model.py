@@ -10,14 +10,35 @@ from benchmarks.transport import cluster_model
 from benchmarks.transport.cluster_model import Cluster, Link, Simulation, Station, Times
 
 TIMES = Times(
-    insert_s=1e-4, sample_s=0.0, row_s=2e-6, update_s=1e-4, serve_s=1e-3, move_s=5e-5,
-    byte_s=1e-10, push_s=1e-4, unpack_s=1e-3, hop_s=5e-5,
-)  # fmt: skip
+    insert_s=1e-4,
+    sample_s=0.0,
+    row_s=2e-6,
+    update_s=1e-4,
+    serve_s=1e-3,
+    move_s=5e-5,
+    byte_s=1e-10,
+    push_s=1e-4,
+    unpack_s=1e-3,
+    hop_s=5e-5,
+)
 SMALL = Cluster(
-    actors=32, per_host=4, rows=64, play_s=0.032, chunk_bytes=500_000, batch=512,
-    batch_bytes=4_000_000, parameter_bytes=13_000_000, learn_s=0.02, times=TIMES, ahead=4,
-    prefetch=4, publish_s=1e6, host=Link(10), replay=Link(100), learner=Link(100),
-)  # fmt: skip
+    actors=32,
+    per_host=4,
+    rows=64,
+    play_s=0.032,
+    chunk_bytes=500_000,
+    batch=512,
+    batch_bytes=4_000_000,
+    parameter_bytes=13_000_000,
+    learn_s=0.02,
+    times=TIMES,
+    ahead=4,
+    prefetch=4,
+    publish_s=1e6,
+    host=Link(10),
+    replay=Link(100),
+    learner=Link(100),
+)
 
 
 def test_it_predicts_the_measured_points() -> None:

@@ -253,9 +253,21 @@ def test_whoever_finds_nobody_says_whom_it_waits_for_and_ends_at_ctrl_c(cluster:
 @pytest.mark.timeout(300)
 def test_the_demo_on_loopback_accounts_for_everything(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.cluster_demo", "--loopback", "--minutes", "2",
-         "--run-dir", str(tmp_path / "run")],
-        env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tests.support.cluster_demo",
+            "--loopback",
+            "--minutes",
+            "2",
+            "--run-dir",
+            str(tmp_path / "run"),
+        ],
+        env={**os.environ, **VARIABLES},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 lost, 0 doubled" in done.stdout

@@ -11,9 +11,19 @@ from zapex.cli.resolve import Options, cache_directory, resolve
 from zapex.errors import ConfigError
 
 FIRST = (
-    "env", "quick", "learner_ms", "json", "figure", "preset", "config", "hidden", "channels",
-    "batch_size", "samples_per_insert", "device",
-)  # fmt: skip
+    "env",
+    "quick",
+    "learner_ms",
+    "json",
+    "figure",
+    "preset",
+    "config",
+    "hidden",
+    "channels",
+    "batch_size",
+    "samples_per_insert",
+    "device",
+)
 """The flags that `zapex balance --help` shows."""
 _FOREIGN = 0.05  # a share of the cores
 
@@ -55,9 +65,13 @@ def command(args: list[str]) -> int:
     print(f"{run.spec.describe}\nthis machine: {machine}", flush=True)
     effort = balance.QUICK if options.quick else balance.FULL
     study = balance.Balance(
-        run.config, run.spec, machine, effort, step_s=options.learner_ms / 1e3,
+        run.config,
+        run.spec,
+        machine,
+        effort,
+        step_s=options.learner_ms / 1e3,
         say=lambda line: print(line, flush=True),
-    )  # fmt: skip
+    )
     report = study.run()
     report["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
     print("", *lines(report, run.spec.frames_per_step), sep="\n")
