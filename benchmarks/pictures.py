@@ -82,7 +82,7 @@ def transport(sizes: dict[str, Any]) -> Figure:
             at = [one["sample_bytes"] for one in found] if what == "sample" else sizes["bytes"]
             axis.plot(at, [one[f"{what}_us"]["p50"] for one in found], "o-", label=f"zapex {kind}")
         way = "push" if what == "push" else "pull"
-        for name, label in (("zmq tcp", "bare ZeroMQ"), ("tcp", "bare socket"), ("memcpy",) * 2):
+        for name, label in (("zmq tcp", "bare ZeroMQ"), ("memcpy", "memcpy")):
             ys = [one[f"{way}_us"]["p50"] for one in sizes[name]]
             axis.plot(sizes["bytes"], ys, "--", label=label)
         axis.set(xscale="log", yscale="log", title=what, xlabel="bytes")

@@ -181,7 +181,7 @@ def clients() -> Iterator[Row]:
     """One call of each kind of client."""
     found = of("clients")
     names = next(iter(found.values()))
-    yield "µs a call", "own", "shared", "handle", "URL"
+    yield "µs a call", *(_CLIENTS[name] for name in names)
     for case, text in {
         "sample": "`sample(512)`, 84x84x4",
         "update": "`update_priorities` of 512",
@@ -192,6 +192,9 @@ def clients() -> Iterator[Row]:
         "tiny update": "`update_priorities` of one",
     }.items():
         yield text, *(f"{found[case][name]['p50']:,.0f}" for name in names)
+
+
+_CLIENTS = {"local": "own", "moved": "shared", "handle": "handle", "url": "URL", "urls": "4 URLs"}
 
 
 def host() -> Iterator[Row]:
@@ -228,19 +231,6 @@ def hosts() -> Iterator[Row]:
         )  # fmt: skip
         cells = [over_runs("transport_tcp", figure) for figure in figures]
         yield text, *(f"{mid:.1f} ({low:.1f} to {high:.1f})" for low, mid, high in cells)
-
-
-def ends() -> Iterator[Row]:
-    """One listening end alone."""
-    yield "", "echo of 64 B, µs", "1 MiB into slots, MB/s", "8 MiB, MB/s"
-    names = ["libzmq blocking", "zmtp blocking", "libzmq polling", "zmtp polling", "fstack"]
-    for name in (f"{end}{keys}" for end in names for keys in ("", ", keys")):
-        cells = [
-            over_runs("transport_ends", lambda r, n=name: r["ends"][n]["echo_us"]["p50"]),
-            over_runs("transport_ends", lambda r, n=name: r["ends"][n]["1_mib_mb_per_s"]),
-            over_runs("transport_ends", lambda r, n=name: r["ends"][n]["8_mib_mb_per_s"]),
-        ]
-        yield name, *(f"{middle:,.0f}" for _, middle, _ in cells)
 
 
 def cluster() -> Iterator[Row]:
@@ -312,14 +302,12 @@ COMMANDS = {
     "sumtree": "zapex bench sumtree --peers",
     "replay": "zapex bench replay --peers",
     "clients": "zapex bench clients",
-    "shards": "zapex bench shards",
     "scale": "zapex bench scale --only size --only batch",
     "scale_restarts": "zapex bench scale --only restart --only snapshot",
     "scale_crowds": "zapex bench scale --only actors --only clients",
     "ring": "zapex bench ring",
     "transport": "zapex bench transport --only sizes",
     "transport_tcp": "zapex bench transport --only rows --over tcp tcp+curve --rounds 10",
-    "transport_ends": "zapex bench transport --only ends",
     "cluster": "zapex bench cluster",
     "simulate": "python -m benchmarks.transport.cluster_model",
     "paper": "zapex bench paper",
@@ -332,7 +320,7 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, variants, learners, replay, tree, scale, crowds, clients, host, hosts, ends,
+        training, variants, learners, replay, tree, scale, crowds, clients, host, hosts,
         cluster, survives, files,
     )
 }  # fmt: skip

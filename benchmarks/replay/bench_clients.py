@@ -1,4 +1,4 @@
-"""The same calls on a replay of one's own, through a handle, and through a URL on the same host.
+"""The same calls on your own replay, through a handle, and through one URL or four on this host.
 
     python -m benchmarks.replay.bench_clients [--quick] [--json FILE]
 
@@ -12,15 +12,18 @@ rare      sample(1) two milliseconds after the call before: the owner sleeps, an
 Every contender runs the same loop in a fresh process, its owner in another (but "local", its own);
 the rounds are interleaved. All memory has been written before the clock runs; inputs rotate over
 more of it than the caches have. "moved" is the local
-replay once its handle was asked for: what the move into shared memory costs its owner.
+replay once its handle was asked for: what the move into shared memory costs its owner. "urls" is
+one client of four served replays that hold the transitions of one together.
 """
 
+import contextlib
 import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from benchmarks.support.harness import (
 from benchmarks.support.machine import ROOT
 from zapex import Column, PrioritizedReplay, Schema
 
-BATCH, STREAMS, ROWS, CAPACITY = 512, 8, 64, 16_384
+BATCH, STREAMS, ROWS, CAPACITY, SHARDS = 512, 8, 64, 16_384, 4
 _ROTATING, _COLD_STEPS = 32, 512  # inputs of 3.6 MB and of 226 KB: together more than any cache
 CASES = ("sample", "update", "add", "extend", "tiny sample", "tiny update", "rare sample")
 SCHEMA = Schema(
@@ -119,8 +122,8 @@ def cases(replay: Any) -> dict[str, Callable[[], float]]:
     }  # fmt: skip
 
 
-def contender(name: str, pipe: Connection, target: Any, schema_file: str) -> None:
-    """A process that runs a case `calls` times whenever it is told so: the median, in ns."""
+def contender(name: str, target: Any, schema_file: str, pipe: Connection) -> None:
+    """A process that runs a case `calls` times whenever it is asked: the median, in ns."""
     if name in ("local", "moved"):
         replay: Any = PrioritizedReplay(CAPACITY, SCHEMA, seed=0)
         if name == "moved":
@@ -146,53 +149,61 @@ def owner(pipe: Connection) -> None:
     pipe.recv()
 
 
+@contextlib.contextmanager
+def served(folder: Path, count: int) -> Iterator[list[str]]:
+    """So many served replays of the same capacity together; their URLs."""
+    schema_file = folder / "schema.json"
+    schema_file.write_text(SCHEMA.to_json())
+    urls, servers = [f"ipc://{folder}/{count}-{i}" for i in range(count)], []
+    try:
+        for url in urls:
+            command = [sys.executable, "-m", "zapex", "replay", "--schema", str(schema_file)]
+            command += ["--listen", url, "--capacity", str(CAPACITY // count), "--writers", "4"]
+            servers.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
+        yield urls
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.wait(30)
+
+
 def measure(rounds: int, calls: int) -> dict[str, dict[str, dict[str, float]]]:
     """Microseconds a call: {case: {contender: percentiles}}."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        schema_file = Path(folder, "schema.json")
-        schema_file.write_text(SCHEMA.to_json())
-        url = f"ipc://{folder}/replay"
-        server = subprocess.Popen(
-            [sys.executable, "-m", "zapex", "replay", "--schema", str(schema_file),
-             "--listen", url, "--capacity", str(CAPACITY), "--writers", "4"],
-            cwd=ROOT, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        mine, theirs = context.Pipe()
-        owning = context.Process(target=owner, args=(theirs,), daemon=True)
-        owning.start()
-        targets = {"local": None, "moved": None, "handle": mine.recv(), "url": url}
-        pipes, processes = {}, []
-        try:
-            for name, target in targets.items():
-                pipes[name], other = context.Pipe()
-                processes.append(
-                    context.Process(
-                        target=contender, args=(name, other, target, str(schema_file)), daemon=True
-                    )
-                )
-                processes[-1].start()
-            for pipe in pipes.values():
-                pipe.recv()
+    with contextlib.ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
 
-            def run(name: str, case: str) -> Callable[[], float]:
-                def work() -> float:
-                    pipes[name].send((case, calls))
-                    return float(pipes[name].recv())
+        def begin(work: Callable[..., None], *args: Any) -> Connection:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=work, args=(*args, theirs), daemon=True)
+            process.start()
+            held.callback(process.join)  # only then is its processor time known to be ours
+            held.callback(process.kill)
+            return mine
 
-                return work
+        (url,) = held.enter_context(served(folder, 1))
+        urls = held.enter_context(served(folder, SHARDS))
+        owning = begin(owner)  # it ends when this end is closed
+        handle = owning.recv()
+        targets = {"local": None, "moved": None, "handle": handle, "url": url, "urls": urls}
+        schema_file = str(folder / "schema.json")
+        pipes = {
+            name: begin(contender, name, target, schema_file) for name, target in targets.items()
+        }
+        for pipe in pipes.values():
+            pipe.recv()
 
-            found: dict[str, dict[str, dict[str, float]]] = {}
-            for case in CASES:
-                times = interleaved({n: run(n, case) for n in targets}, rounds, warm_up=1)
-                found[case] = {n: percentiles(values, 1e3) for n, values in times.items()}
-            return found
-        finally:
-            for process in [*processes, owning]:
-                process.kill()
-                process.join()  # only then is its processor time known to be ours
-            server.terminate()
-            server.wait(30)
+        def run(name: str, case: str) -> float:
+            pipes[name].send((case, calls))
+            return float(pipes[name].recv())
+
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for case in CASES:
+            works = {name: partial(run, name, case) for name in targets}
+            times = interleaved(works, rounds, warm_up=1)
+            found[case] = {n: percentiles(values, 1e3) for n, values in times.items()}
+        return found
 
 
 def show(found: dict[str, dict[str, dict[str, float]]]) -> None:
@@ -200,10 +211,6 @@ def show(found: dict[str, dict[str, dict[str, float]]]) -> None:
     print("microseconds a call, medians     " + "".join(f"{name:>12}" for name in names))
     for case, by_name in found.items():
         print(f"{case:33}" + "".join(f"{by_name[name]['p50']:12.1f}" for name in names))
-    sample = found["sample"]
-    for name in names[1:]:
-        per_s = BATCH / sample[name]["p50"] * 1e6
-        print(f"{name}: {per_s:,.0f} transitions a second sampled")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,10 +4,8 @@
                                                    [--over KIND...] [--rounds N]
 
     rows     a push of 800 Atari transitions, 13.17 MB of parameters, a batch of 512; beside the
-             same bytes as a bare ZeroMQ message, over a bare socket, and copied by memcpy
+             same bytes as a bare ZeroMQ message, and copied by memcpy
     sizes    the same operations on messages of 64 B to 64 MiB
-    ends     one listening end alone, libzmq's router and zapex's (zmtp://, fstack://): echoes of
-             64 B, 1 and 8 MiB into slots, CPU while idle (ends.py)
 
 Server and clients are processes of their own; as root they live in two network namespaces over a
 veth pair that this benchmark makes and removes, otherwise on loopback. rig.py says what each
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.harness import Rounds, arguments, in_rounds, write_json
-from benchmarks.transport import ends, fstack_place, rig, roofs
+from benchmarks.transport import fstack_place, rig, roofs
 from benchmarks.transport import server as served
 from benchmarks.transport.fstack_place import FstackPlace
 from benchmarks.transport.places import Places, Process
@@ -37,7 +35,6 @@ SIZES = [64, 4096, 65536, 1 << 20, 16 << 20, 64 << 20]
 NETWORK = ("ipc", "tcp", "tcp+curve")
 ZMTP = ("zmtp", "zmtp+curve")
 WHAT = ("push", "pull", "sample")
-ROUTERS = ("libzmq", "zmtp")
 TUNED = ", our send buffer"  # a bare message with it, beside one with the system's
 ROUNDS = 5
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -112,36 +109,11 @@ class Cells:
         )
         return found
 
-    def bare_tcp(self, sizes: list[int]) -> list[Result]:
-        """The same bytes over a socket."""
-        address, port = self._places.address, self._places.port()
-        found: list[Result] = self._with_server(
-            lambda: roofs.tcp_server(address, port),
-            lambda: roofs.tcp_client(address, port, sizes, self._seconds),
-        )
-        return found
-
     def memcpy(self, sizes: list[int]) -> list[Result]:
         """The same bytes copied."""
         found: list[Result] = self._places.start(
             1, lambda: roofs.memcpy(sizes, self._seconds)
         ).result()
-        return found
-
-    def router_end(self, router: str, polling: bool, with_keys: bool) -> Result:
-        """libzmq's router, or zapex's on the kernel or F-Stack, with nothing behind it."""
-        (address, apart), port = self._address(router), self._places.port()
-        fstack = self.fstack.setup if self.fstack is not None and router == "fstack" else None
-        url, keys = f"tcp://{address}:{port}", _keypair() if with_keys else None
-        found: Result = self._with_server(
-            lambda: (
-                ends.libzmq_server(url, polling, keys)
-                if router == "libzmq"
-                else ends.zmtp_server(address, port, polling, keys, fstack)
-            ),
-            lambda: ends.zmq_client(url, polling, self._seconds, keys and keys[0]),
-            apart=apart,
-        )
         return found
 
 
@@ -171,7 +143,7 @@ def measure_rows(
         todo[f"zmq {kind}{TUNED}"] = partial(cells.bare_zmq, kind, sizes, SEND_BUFFER_BYTES)
     if over:
         todo = {name: do for name, do in todo.items() if name.split()[1].rstrip(",") in over}
-    todo |= {"tcp": partial(cells.bare_tcp, sizes), "memcpy": partial(cells.memcpy, sizes)}
+    todo["memcpy"] = partial(cells.memcpy, sizes)
     found = in_rounds(todo, rounds)
     return Rounds({"bytes": sizes, **found.medians}, found.spreads)
 
@@ -184,30 +156,13 @@ def measure_sizes(cells: Cells, sizes: list[int], rounds: int) -> Rounds:
         for size in sizes
     }
     todo["zmq tcp"] = partial(cells.bare_zmq, "tcp", sizes)
-    todo |= {"tcp": partial(cells.bare_tcp, sizes), "memcpy": partial(cells.memcpy, sizes)}
+    todo["memcpy"] = partial(cells.memcpy, sizes)
     found = in_rounds(todo, rounds)
     return Rounds({"bytes": sizes, **found.medians}, found.spreads)
 
 
-def measure_ends(cells: Cells, rounds: int, ways: Sequence[str]) -> Rounds:
-    """Every end, without keys and with them. ways: blocking, polling. F-Stack always polls."""
-    todo: dict[str, Any] = {}
-    for with_keys in (False, True):
-        keys = ", keys" if with_keys else ""
-        for way in ways:
-            for router in ROUTERS:
-                todo[f"{router} {way}{keys}"] = partial(
-                    cells.router_end, router, way == "polling", with_keys
-                )
-        if cells.fstack is not None:
-            todo[f"{cells.fstack.name}{keys}"] = partial(
-                cells.router_end, "fstack", False, with_keys
-            )
-    return in_rounds(todo, rounds)
-
-
 def show(results: Result) -> None:
-    """Milliseconds of rows and sizes; microseconds and MB/s of the ends."""
+    """Milliseconds of rows and sizes."""
     for name, one in results.get("rows", {}).items():
         if name.startswith("zapex"):
             times = [one[f"{what}_us"]["p50"] for what in (*WHAT, "update")]
@@ -221,17 +176,12 @@ def show(results: Result) -> None:
         if name.startswith("zapex"):
             line = "".join(f"{one[f'{what}_us']['p50'] / 1000:10.3f}" for what in WHAT)
             print(f"  {name:28}{line} ms: push, pull, sample")
-    for name, one in results.get("ends", {}).items():
-        print(
-            f"  {name:28}{one['echo_us']['p50']:8.1f} us an echo, "
-            f"{one['1_mib_mb_per_s']:,.0f} and {one['8_mib_mb_per_s']:,.0f} MB/s"
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """What a transport costs, beside a bare message, the line and memcpy."""
+    """What a transport costs, beside a bare message and memcpy."""
     parser = arguments(main.__doc__ or "")
-    parser.add_argument("--only", nargs="+", choices=["rows", "sizes", "ends"])
+    parser.add_argument("--only", nargs="+", choices=["rows", "sizes"])
     kinds = ["shm", *NETWORK, *ZMTP]
     parser.add_argument("--over", nargs="+", choices=kinds, default=[], help="rows of these alone")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="connections for each cell")
@@ -249,11 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Places() as places:
         print(f"one run on {places.kind}, congestion control {congestion}")
         cells, small = Cells(places, seconds, fstack), Cells(places, seconds / 2)
-        ways = ("blocking",) if quick else ("blocking", "polling")
         parts: dict[str, Callable[[], Rounds]] = {
             "rows": lambda: measure_rows(cells, setting, rounds, options.over),
             "sizes": lambda: measure_sizes(small, SIZES[:3:2] if quick else SIZES, rounds),
-            "ends": lambda: measure_ends(cells, rounds, ways),
         }
         found = {name: parts[name]() for name in options.only or parts}
     results = {name: one.medians for name, one in found.items()}

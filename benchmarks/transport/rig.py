@@ -138,15 +138,18 @@ class NetworkClient:
 
     def _weigh(self, link: ZmqLink, kind: Kind) -> None:
         """Count the bytes of messages of a kind, as they are received."""
-        take = link.handlers[kind]
+        table: dict[Kind, Callable[[Any], None]] = (
+            link.aside if kind in link.aside else link.handlers
+        )
+        take = table[kind]
         self._received.setdefault(kind, 0)
 
         def weigh(message: Any) -> None:
-            buffers = [message.parameters] if kind == Kind.PARAMS else message.body
-            self._received[kind] += sum(memoryview(buffer).nbytes for buffer in buffers)
+            frames = message if kind in link.aside else [message.parameters]
+            self._received[kind] += sum(memoryview(frame).nbytes for frame in frames)
             take(message)
 
-        link.handlers[kind] = weigh
+        table[kind] = weigh
 
     def bytes_of(self, call: Callable[[], object], kind: Kind) -> int:
         """What one call receives in messages of a kind."""

@@ -1,10 +1,9 @@
-"""What bounds a transport: the same bytes as a bare ZeroMQ message, over a bare socket, as memcpy.
+"""What bounds a transport: the same bytes as a bare ZeroMQ message, and as a memcpy.
 
 Each goes both ways: "push" is n bytes to the server and a few back, "pull" a few there and n back.
 Calls follow each other at once; "rested" pulls come 30 ms apart, as zapex's do, who wait for news.
 """
 
-import socket
 import struct
 import time
 from collections.abc import Callable
@@ -131,65 +130,6 @@ def zmq_client(
         take()
         results.append(found)
     return results
-
-
-def tcp_server(address: str, port: int) -> None:
-    """Answers for ever."""
-    listener = socket.create_server((address, port))
-    while True:
-        link, _ = listener.accept()
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        memory = np.zeros(1 << 26, np.uint8)
-        while _read(link, head := bytearray(_ASK.size)):
-            kind, size = _ASK.unpack(head)
-            if kind == _PUSH:
-                _read(link, memoryview(memory)[:size])
-                link.sendall(b"ack")
-            else:
-                link.sendall(memoryview(memory)[:size])
-
-
-def tcp_client(address: str, port: int, sizes: list[int], seconds: float) -> list[dict[str, Any]]:
-    """Of each size: latency both ways, received into place."""
-    link = connected(lambda: socket.create_connection((address, port), timeout=_TIMEOUT_S))
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    results = []
-    for size in sizes:
-        value = memoryview(np.zeros(size, np.uint8))
-
-        def push(size: int = size, value: memoryview = value) -> None:
-            link.sendall(_ASK.pack(_PUSH, size))
-            link.sendall(value)
-            _read(link, bytearray(3))
-
-        def pull(size: int = size, value: memoryview = value) -> None:
-            link.sendall(_ASK.pack(_PULL, size))
-            _read(link, value)
-
-        results.append({"push_us": timed(push, seconds), "pull_us": timed(pull, seconds)})
-    return results
-
-
-def connected(connect: Callable[[], Any]) -> Any:
-    """The connection, as soon as somebody listens."""
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            return connect()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
-def _read(link: socket.socket, into: Any) -> bool:
-    view = memoryview(into)
-    while view:
-        count = link.recv_into(view)
-        if not count:
-            return False
-        view = view[count:]
-    return True
 
 
 def memcpy(sizes: list[int], seconds: float) -> list[dict[str, Any]]:

@@ -92,14 +92,8 @@ def check_clients(found: Any) -> None:
     check_figures(found)
     assert set(found) == set(bench_clients.CASES)
     for by_client in found.values():
-        assert set(by_client) == {"local", "moved", "handle", "url"}
+        assert set(by_client) == {"local", "moved", "handle", "url", "urls"}
         assert len({one["n"] for one in by_client.values()}) == 1
-
-
-def check_shards(found: Any) -> None:
-    check_figures(found)
-    for n in ("2", "4"):
-        assert found["bytes"][n] == pytest.approx(found["bytes"]["1"], rel=0.1)
 
 
 def check_scale(found: Any) -> None:
@@ -120,13 +114,12 @@ def check_ring(found: Any) -> None:
 def check_transport(found: Any) -> None:
     check_figures(found, may_be_zero={"idle_cpu"})
     rows, kinds = found["rows"], ("ipc", "tcp", "tcp+curve", "zmtp", "zmtp+curve")
-    assert {f"zapex {kind}" for kind in kinds} | {"tcp", "memcpy", "zmq tcp"} <= set(rows)
+    assert {f"zapex {kind}" for kind in kinds} | {"memcpy", "zmq tcp"} <= set(rows)
     ours = [one for name, one in rows.items() if name.startswith("zapex")]
     assert len({rows[f"zapex {kind}"]["push_bytes"] for kind in kinds}) == 1, "the same push"
     for one in ours:
         assert one["pull_bytes"] == server.PARAMETER_BYTES
         assert 512 * _FRAME < one["sample_bytes"] < 1.05 * 512 * 8 * _FRAME
-    assert {"libzmq blocking", "zmtp blocking, keys"} <= set(found["ends"])
 
 
 def check_cluster(found: Any) -> None:
@@ -177,7 +170,6 @@ CASES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
     "sumtree": (check_sumtree, ["sumtree", "--peers"]),
     "replay": (check_replay, ["replay", "--peers"]),
     "clients": (check_clients, ["clients"]),
-    "shards": (check_shards, ["shards"]),
     "scale": (check_scale, ["scale"]),
     "ring": (check_ring, ["ring"]),
     "transport": (check_transport, ["transport"]),
