@@ -65,11 +65,11 @@ assert not any(isinstance(one, zmq.Context) for one in gc.get_objects())
 """
 
 
-def test_a_link_or_server_that_is_forgotten_unclosed_ends_with_whoever_forgot_it() -> None:
+def test_an_unclosed_link_or_server_does_not_hang_at_exit() -> None:
     assert goes_on(FORGOTTEN)
 
 
-def test_a_tracker_is_done_when_libzmq_has_let_go_of_every_part() -> None:
+def test_a_tracker_is_done_when_libzmq_released_every_part() -> None:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
@@ -98,7 +98,7 @@ def send_buffers_locked() -> list[bool]:
 
 
 @pytest.mark.parametrize("far_us", [1, 1 << 31])
-def test_a_send_buffer_is_small_until_the_peer_is_found_to_be_far(far_us: int) -> None:
+def test_send_buffers_grow_only_for_distant_peers(far_us: int) -> None:
     layout, later_s = layout_of(1000), [0.0]
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     link = make_link(server.url, "reader", 1, layout, clock_s=lambda: time.monotonic() + later_s[0])
@@ -112,7 +112,7 @@ def test_a_send_buffer_is_small_until_the_peer_is_found_to_be_far(far_us: int) -
     assert send_buffers_locked() == 4 * [far_us > 1]
 
 
-def test_the_largest_part_that_is_allowed_passes_encrypted_too(tmp_path: Path) -> None:
+def test_the_largest_allowed_buffer_passes_encrypted(tmp_path: Path) -> None:
     curve_keys.make(tmp_path / "keys")
     ends = {
         r: curve_keys.Security.load(str(tmp_path / "keys"), r, False) for r in ("replay", "learner")
@@ -220,7 +220,7 @@ class Publishing:
         self.learner.do_work()
 
 
-def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
+def test_parameters_are_encoded_once_and_sent_once_to_each_client() -> None:
     publishing = Publishing(3)
     sink, out, received, have = publishing.sink, publishing.out, [], [0] * 3
     for i, link in enumerate(publishing.links):
@@ -249,7 +249,7 @@ def test_a_version_is_encoded_once_and_goes_to_each_client_once() -> None:
     assert publishing.server.parameters.counts == {"sent": 6, "kept": 2}
 
 
-def test_parameters_are_sent_on_from_the_frame_that_they_came_in() -> None:
+def test_parameters_are_forwarded_without_a_copy() -> None:
     publishing, came, went = Publishing(1), [], []
     out, (source,) = publishing.out, publishing.sources
     receive, send_on = RouterListener.receive, RouterListener.send
@@ -272,7 +272,7 @@ def test_parameters_are_sent_on_from_the_frame_that_they_came_in() -> None:
     assert went[0].ctypes.data == came[0].ctypes.data
 
 
-def test_small_messages_pass_while_the_bulk_connection_stands_still(tmp_path: Path) -> None:
+def test_small_messages_pass_a_stalled_bulk_connection(tmp_path: Path) -> None:
     rig = filled(tmp_path)
     assert rig.server is not None
     url = rig.server.url

@@ -156,7 +156,7 @@ def test_each_connection_is_a_peer_of_its_own(served, dealer):
     assert served.listener.address_of(said[b"from one"], []) == own_address(served)
 
 
-def test_a_peer_that_does_not_read_delays_nobody_and_its_message_is_resumed(served):
+def test_a_slow_reader_delays_no_other_peer(served):
     slow, quick = Bare(served), Bare(served)
     slow.send(b"slow")
     quick.send(b"quick")
@@ -177,7 +177,7 @@ def test_a_peer_that_does_not_read_delays_nobody_and_its_message_is_resumed(serv
     assert served.listener.queued(peers[b"slow"]) == 0
 
 
-def test_a_peer_gets_at_most_so_many_messages_that_it_does_not_read(served):
+def test_unread_messages_of_a_peer_are_limited(served):
     peer = Bare(served)
     peer.send(b"hello")
     served.until(lambda: served.received)
@@ -190,7 +190,7 @@ def test_a_peer_gets_at_most_so_many_messages_that_it_does_not_read(served):
     assert send(served, name, b"again") is not None
 
 
-def test_messages_that_are_not_received_wait_with_their_sender(served, dealer):
+def test_backpressure_reaches_the_sender(served, dealer):
     one = dealer()
     for number in range(1000):
         one.send_multipart([b"%d" % number, bytes(10_000)])
@@ -203,7 +203,7 @@ def test_messages_that_are_not_received_wait_with_their_sender(served, dealer):
     assert [int(message[0]) for _, message in served.received] == list(range(1000))
 
 
-def test_a_connection_that_this_end_closes_loses_its_messages_and_is_told_gone(served, dealer):
+def test_hang_up_drops_messages_and_reports_the_peer_gone(served, dealer):
     one, other = dealer(), dealer()
     monitor = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     one.send_multipart([b"first"])
@@ -252,7 +252,7 @@ def test_sending_to_a_peer_that_has_left_is_noticed(served):
     served.until(refused, fstack.loop().turn if served.on_fstack else lambda: time.sleep(0.001))
 
 
-def test_a_rule_that_one_peer_breaks_ends_that_connection_alone(served):
+def test_a_protocol_error_ends_only_that_connection(served):
     bad, good = Bare(served), Bare(served)
     bad.sock.sendall(b"\xff\xff")
     good.send(b"good")
@@ -272,7 +272,7 @@ def test_a_connection_without_a_handshake_is_closed_after_a_while(served):
     served.until(lambda: served.received)
 
 
-def test_a_peer_that_is_silent_for_longer_than_it_said_is_closed(served):
+def test_a_peer_silent_beyond_its_ttl_is_closed(served):
     peer = Bare(served)
     peer.connection.ping(2.0)
     peer.turn()
@@ -309,7 +309,7 @@ def test_a_peer_that_sends_a_large_body_slowly_is_not_silent(served):
     served.until(lambda: served.gone, later)
 
 
-def test_a_small_message_behind_a_large_body_is_told_at_once(served):
+def test_a_small_message_after_a_large_body_is_received_at_once(served):
     peer = Bare(served)
     peer.connection.send([memoryview(LARGE), memoryview(b"end")])
     data = drain(peer.connection)
@@ -329,7 +329,7 @@ def test_a_small_message_behind_a_large_body_is_told_at_once(served):
     assert int(served.received[-1][1][0]) == 3 * MESSAGES_PER_PEER - 1
 
 
-def test_without_free_descriptors_it_listens_again_later(served):
+def test_accepting_resumes_when_descriptors_are_free(served):
     full = OSError(errno.EMFILE, "too many open files")
     with mock.patch.object(type(served.reactor), "accept", side_effect=full) as accept:
         waiting = served.connected()

@@ -20,7 +20,7 @@ class Alarm(Exception):
     pass
 
 
-def test_an_exception_of_a_signal_reaches_the_code_that_turns_and_the_loop_goes_on() -> None:
+def test_a_signal_handler_may_raise_within_a_turn() -> None:
     loop = fstack.loop()
 
     def ring(number: int, frame: object) -> None:
@@ -60,13 +60,13 @@ def test_another_thread_cannot_turn_it() -> None:
     loop.turn()
 
 
-def test_a_process_starts_f_stack_with_one_set_up() -> None:
+def test_f_stack_starts_once_in_a_process() -> None:
     assert loop_of(fstack.setup()) is fstack.loop()
     with pytest.raises(ConfigError, match="it starts only once"):
         loop_of(Setup("another", "set-up"))
 
 
-def test_the_last_listener_ends_f_stack_and_it_does_not_start_again() -> None:
+def test_closing_the_last_listener_ends_f_stack() -> None:
     setup = fstack.standin()  # a real one has its port in this process
     host = fstack.addresses(setup)[0]
     assert goes_on(f"""

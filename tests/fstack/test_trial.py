@@ -39,23 +39,23 @@ def rebuilt(tmp_path: Path, *pair: str) -> Setup:
     return Setup(str(library), STANDIN.config, STANDIN.arguments)
 
 
-def test_what_works_is_said_nothing_of() -> None:
+def test_a_working_setup_passes() -> None:
     trial.check(STANDIN, HOST, fstack.free_port(), "--listen")
 
 
-def test_what_is_not_named_is_asked_for() -> None:
+def test_a_setup_without_library_or_config_is_refused() -> None:
     for setup in (None, Setup("", STANDIN.config), Setup(STANDIN.library, "")):
         assert "needs --fstack-lib PATH" in refusal(setup)
 
 
-def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     missing = refusal(Setup(str(tmp_path / "none.so"), STANDIN.config))
     assert "none.so cannot be loaded" in missing
     (tmp_path / "text.so").write_text("no library")
     assert "text.so cannot be loaded" in refusal(Setup(str(tmp_path / "text.so"), STANDIN.config))
 
 
-def test_another_version_is_told_by_what_it_lacks(tmp_path: Path) -> None:
+def test_another_version_of_the_library_is_refused(tmp_path: Path) -> None:
     renamed = rebuilt(tmp_path, "ff_writev", "ff_renamed")
     assert "libfstack.so lacks ff_writev: it must be F-Stack" in refusal(renamed)
     shorter = rebuilt(tmp_path, "uint64_t ext[4];", "")  # as before FreeBSD 12
@@ -71,7 +71,7 @@ def test_another_version_is_told_by_what_it_lacks(tmp_path: Path) -> None:
         (("port_list=0", "port_list=1"), "No probed ethernet devices"),
     ],
 )
-def test_why_f_stack_ends_its_process_is_quoted(
+def test_the_output_of_a_failed_start_is_quoted(
     tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
     told = refusal(changed(tmp_path, *change))
@@ -79,13 +79,13 @@ def test_why_f_stack_ends_its_process_is_quoted(
     assert re.search(said, told)
 
 
-def test_a_crash_is_told_with_its_signal(tmp_path: Path) -> None:
+def test_a_crash_is_reported_with_its_signal(tmp_path: Path) -> None:
     begins = "int ff_freebsd_init(void) {"
     crashes = rebuilt(tmp_path, begins, begins + "abort();")
     assert "F-Stack was ended by SIGABRT when it started" in refusal(crashes)
 
 
-def test_an_address_of_others_is_told() -> None:
+def test_a_foreign_address_is_refused() -> None:
     assert "F-Stack cannot listen at 203.0.113.9:" in refusal(STANDIN, "203.0.113.9")
 
 

@@ -22,9 +22,8 @@ from tests.support.zmtp_peers import (
     null_ends,
     pair_of_keys,
 )  # fmt: skip
-from zapex.errors import ConfigError
 from zapex.fstack import zmtp
-from zapex.fstack.curve import CurveServer, check_installed
+from zapex.fstack.curve import CurveServer
 from zapex.fstack.zmtp import Connection, Limits, Local, Null
 
 ENDS = [pytest.param(null_ends, id="NULL"), pytest.param(curve_ends, id="CURVE")]
@@ -383,9 +382,3 @@ def test_every_changed_byte_of_an_encrypted_message_is_found():
         data[at] ^= 1
         assert feed(server, bytes(data)) == []
         assert server.ended
-
-
-def test_without_pynacl_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "nacl", None)
-    with pytest.raises(ConfigError, match=r"pip install 'zapex\[curve\]'"):
-        check_installed()

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.support import fstack
+from tests.support.transport_rigs import NO_KEYS, url_of
 from zapex.errors import ConfigError
 from zapex.net import addresses
 from zapex.net import keys as curve_keys
+from zapex.net.keys import Security
+from zapex.net.sockets import listen
 from zapex.run import preflight
 
 
@@ -83,7 +87,7 @@ def test_only_what_this_machine_alone_reaches_is_loopback() -> None:
         assert addresses.parse(url, "").is_loopback == loopback, url
 
 
-def test_an_address_that_cannot_be_listened_at_is_told_with_the_mend(
+def test_an_address_that_cannot_be_listened_at_is_refused(
     router: zmq.Socket[bytes], tmp_path: Path
 ) -> None:
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -105,7 +109,7 @@ def test_an_address_that_cannot_be_listened_at_is_told_with_the_mend(
     addresses.check_free(f"ipc://{tmp_path}/left")
 
 
-def test_a_replay_that_cannot_be_there_is_told(tmp_path: Path) -> None:
+def test_an_address_that_no_replay_can_have_is_refused(tmp_path: Path) -> None:
     assert "typing error" in refusal("tcp://no-such-host.invalid:1", "check_known")
     assert "typing error" in refusal(f"tcp://{'x' * 70}:1", "check_known")
     assert "only an address to listen at" in refusal("tcp://0.0.0.0:7711", "check_known")
@@ -169,3 +173,19 @@ def test_the_doctor_knows_what_a_host_of_several_lacks(
     assert "chmod 600" in lacking("actor", keys)["keys"]
     url = "tcp://192.0.2.1:7711"
     assert "there are no keys" in lacking("replay")["keys"]
+
+
+@pytest.mark.parametrize("kind", ["zmtp", "fstack"])
+def test_listeners_without_libzmq_refuse_a_taken_address(kind: str, tmp_path: Path) -> None:
+    url = url_of(kind, tmp_path)
+    setup = fstack.in_this_process(url)
+    listener = listen(url, NO_KEYS, 1 << 16, fstack=setup)
+    assert listener.url.startswith("tcp://")  # where clients connect
+    with pytest.raises(ConfigError, match=f"{kind}://"):
+        listen(listener.url.replace("tcp", kind), NO_KEYS, 1 << 16, fstack=setup)
+    listener.close()
+
+
+def test_an_address_that_others_reach_needs_keys() -> None:
+    with pytest.raises(ConfigError, match="zapex keygen"):
+        listen("zmtp://0.0.0.0:0", Security(), 1 << 16)

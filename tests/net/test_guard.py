@@ -65,7 +65,7 @@ def hello(role: str, channel: int, host: int = 9) -> m.Hello:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "zmtp", "fstack"])
-def test_who_breaks_the_rules_for_the_third_time_is_hung_up_on_and_nobody_else(
+def test_only_a_peer_that_breaks_the_rules_three_times_is_disconnected(
     peer: Any, tmp_path: Path, scheme: str
 ) -> None:
     memory, accounts = Memory(layout_of(400), 1), Accounts()
@@ -91,7 +91,7 @@ def test_who_breaks_the_rules_for_the_third_time_is_hung_up_on_and_nobody_else(
 
 @pytest.mark.parametrize("role", sorted(MAY_SEND))
 @pytest.mark.parametrize("kind", [k for k in Kind if k != Kind.HELLO])
-def test_a_role_is_heard_with_its_own_messages_only(peer: Any, role: str, kind: Kind) -> None:
+def test_a_role_may_send_only_its_own_kinds(peer: Any, role: str, kind: Kind) -> None:
     from tests.wire.test_messages import examples
 
     layout = layout_of(400)
@@ -155,7 +155,7 @@ def harm_seen(behaviour: str, server: NetworkReplay) -> bool:
     + [(scheme, one) for scheme in ("zmtp", "fstack") for one in ("noise", "deaf")]
     + [("fstack", "garbage")],
 )
-def test_the_run_goes_on_beside_a_hostile_peer_and_memory_stays_within_its_bound(
+def test_a_hostile_peer_neither_stops_the_run_nor_exhausts_memory(
     tmp_path: Path, scheme: str, behaviour: str
 ) -> None:
     bound = 320 * MIB  # a thread on a busy machine needs its time to look
@@ -218,7 +218,7 @@ class Watched(Accounts):
         self.taken[int(header[ACTOR]), int(header[INCARNATION]), int(header[SEQUENCE])] += 1
 
 
-def test_a_request_whose_asker_is_lost_before_the_answer_ends_nothing(peer: Any) -> None:
+def test_a_client_lost_before_its_answer_is_harmless(peer: Any) -> None:
     memory = Memory(layout_of(400), 1)
     server = NetworkReplay(memory, "tcp://127.0.0.1:0")
     relay = Relay(memory.layout, server.url)
@@ -242,7 +242,7 @@ def test_a_request_whose_asker_is_lost_before_the_answer_ends_nothing(peer: Any)
     server.close()
 
 
-def test_a_learner_that_takes_no_batches_has_four_packed_and_no_memory_is_kept_for_more(
+def test_a_learner_that_reads_nothing_gets_four_batches(
     peer: Any,
 ) -> None:
     memory = Memory(layout_of(400), 1)
@@ -284,7 +284,7 @@ def test_a_learner_that_takes_no_batches_has_four_packed_and_no_memory_is_kept_f
     server.close()
 
 
-def test_a_librarys_client_that_takes_no_batches_has_four_packed_and_is_not_waited_for(
+def test_a_library_client_that_reads_nothing_gets_four_batches(
     peer: Any,
 ) -> None:
     memory, now_s = Memory(layout_of(600, streams=4), 2), 0.0  # the client has an actor too
@@ -357,11 +357,11 @@ server.close()
 """
 
 
-def test_a_peer_that_is_reset_while_its_messages_wait_does_not_end_the_server() -> None:
+def test_a_reset_with_waiting_messages_does_not_abort_the_server() -> None:
     assert goes_on(RESET)
 
 
-def test_a_client_that_is_not_answered_connects_anew_and_loses_nothing() -> None:
+def test_an_unanswered_client_reconnects_and_loses_nothing() -> None:
     memory, accounts = Memory(layout_of(400), 1), Accounts()
     with (
         serving(memory, accounts, "tcp://127.0.0.1:0") as server,
@@ -386,7 +386,7 @@ def test_a_client_that_is_not_answered_connects_anew_and_loses_nothing() -> None
         relay.kill()
 
 
-def test_a_connection_is_ended_when_its_client_has_made_another(peer: Any) -> None:
+def test_a_new_connection_of_a_client_closes_its_old_one(peer: Any) -> None:
     server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
     first, second = peer(server.url), peer(server.url)
     monitor = first.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -410,7 +410,7 @@ def test_a_connection_belongs_to_one_client(peer: Any) -> None:
     server.close()
 
 
-def test_what_waits_for_a_peer_that_reads_nothing_is_seen_to_be_held_for_it(peer: Any) -> None:
+def test_held_counts_what_waits_for_a_peer_that_reads_nothing(peer: Any) -> None:
     server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
     client = peer(server.url)
     client.rcvhwm, client.rcvbuf = 1, 4096
@@ -432,7 +432,7 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_seen_to_be_held_for_it(peer
     server.close()
 
 
-def test_a_bound_in_which_four_batches_have_no_room_is_refused_and_by_default_they_have() -> None:
+def test_network_memory_must_hold_four_batches() -> None:
     memory = Memory(layout_of(400), 1)
     with pytest.raises(ConfigError, match=r"--network-memory must be at least \d+ MiB .* got 0"):
         net_server.check_memory(form_of(memory.layout), 1 << 19)
@@ -442,7 +442,7 @@ def test_a_bound_in_which_four_batches_have_no_room_is_refused_and_by_default_th
     server.close()
 
 
-def test_a_session_ends_with_its_connections_and_hosts_keep_their_numbers_for_a_while(
+def test_a_session_ends_with_its_connections_but_hosts_keep_their_numbers(
     peer: Any,
 ) -> None:
     server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
@@ -462,7 +462,7 @@ def test_a_session_ends_with_its_connections_and_hosts_keep_their_numbers_for_a_
     server.close()
 
 
-def test_readers_that_are_gone_when_parameters_are_sent_stop_nothing(peer: Any) -> None:
+def test_sending_parameters_to_gone_readers_is_harmless(peer: Any) -> None:
     server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
     sessions = server.server.sessions
     readers = [peer(server.url) for _ in range(5)]

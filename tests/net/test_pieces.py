@@ -159,7 +159,7 @@ def test_a_piece_is_unpacked_while_others_are_on_their_way() -> None:
     replay.check(batch)
 
 
-def test_another_answer_to_a_request_begins_anew() -> None:
+def test_a_second_answer_replaces_a_partial_one() -> None:
     replay = Replay(3)
     link, batch, source = asking(replay)
     replay.answer(0)
@@ -173,7 +173,7 @@ def test_another_answer_to_a_request_begins_anew() -> None:
     assert source.counts["doubled"] == 0
 
 
-def test_pieces_that_nobody_asked_for_are_counted_and_left_out() -> None:
+def test_unrequested_pieces_are_counted_and_dropped() -> None:
     replay = Replay(4)
     link, batch, source = asking(replay)
     replay.answer(0)
@@ -194,7 +194,7 @@ def test_pieces_that_nobody_asked_for_are_counted_and_left_out() -> None:
 
 @pytest.mark.parametrize("unchecked", [False, True])
 @pytest.mark.parametrize(("piece_rows", "pieces"), [(0, 1), (4, 3)])
-def test_all_pieces_that_have_come_are_unpacked_by_the_thread(
+def test_the_thread_unpacks_all_pieces_that_have_come(
     piece_rows: int, pieces: int, unchecked: bool
 ) -> None:
     replay, by_thread = Replay(7), list[bool]()
@@ -226,9 +226,7 @@ def test_all_pieces_that_have_come_are_unpacked_by_the_thread(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_on_the_way_each_batch_is_one_draw_and_comes_once(
-    seed: int, ahead: bool
-) -> None:
+def test_each_batch_is_one_draw_and_comes_once(seed: int, ahead: bool) -> None:
     replay = Replay(seed)
     link, rng = Link(replay), replay.rng
     source = ZmqSampleSource(link, BETA, piece_rows=int(rng.integers(0, ROWS)))
@@ -284,9 +282,7 @@ def test_a_large_batch_comes_in_pieces_of_some_megabytes(rows: int, pieces: int)
 
 
 @pytest.mark.parametrize(("piece_rows", "pieces"), [(4, 3), (2**32 - 1, 1)])
-def test_a_batch_of_which_a_piece_cannot_be_sent_is_drawn_again(
-    piece_rows: int, pieces: int
-) -> None:
+def test_a_batch_with_an_unsent_piece_is_drawn_again(piece_rows: int, pieces: int) -> None:
     replay = Replay(6)
     link, batch, source = asking(replay, piece_rows)
     session, fails = Session("learner", 1, 1, 0.0, requests=replay.requests), {pieces - 1}

@@ -62,7 +62,7 @@ def spied(relay: Relay) -> list[tuple[int, int, int]]:
     return sent
 
 
-def test_a_welcome_that_is_older_than_the_credit_does_not_take_it_back() -> None:
+def test_an_older_welcome_does_not_lower_the_credit() -> None:
     _, relay, _ = pair()
     credit, welcome = _credit(relay), relay.link.welcome
     assert welcome is not None
@@ -80,7 +80,7 @@ def test_a_welcome_that_is_older_than_the_credit_does_not_take_it_back() -> None
     assert _credit(relay) == 0
 
 
-def test_chunks_that_are_closed_go_together_and_none_waits_for_another() -> None:
+def test_ready_chunks_share_a_message_without_waiting() -> None:
     server, relay, accounts = pair()
     sent = spied(relay)
     relay.make()
@@ -94,7 +94,7 @@ def test_chunks_that_are_closed_go_together_and_none_waits_for_another() -> None
     accounts.settle([relay])
 
 
-def test_a_group_ends_where_credit_ends_and_where_another_life_begins() -> None:
+def test_a_group_ends_with_the_credit_or_the_incarnation() -> None:
     server, relay, accounts = pair()
     sent, credit = spied(relay), _credit(relay)
     for _ in range(credit + 3):
@@ -115,7 +115,7 @@ def test_a_group_ends_where_credit_ends_and_where_another_life_begins() -> None:
     accounts.settle([relay])
 
 
-def test_what_comes_one_behind_another_is_acknowledged_once() -> None:
+def test_consecutive_pushes_share_one_ack() -> None:
     with mock.patch.object(protocol, "PUSH_BYTES", 1):  # each push one chunk
         server, relay, accounts = pair()
     said, take = [], relay.link.handlers[Kind.ACK]
@@ -130,7 +130,7 @@ def test_what_comes_one_behind_another_is_acknowledged_once() -> None:
     accounts.settle([relay])
 
 
-def test_a_push_behind_which_another_was_promised_is_acknowledged_when_none_comes() -> None:
+def test_a_push_is_acknowledged_when_the_announced_next_one_does_not_come() -> None:
     server, relay, accounts = pair()
     relay.make()
     send = relay.link.send
@@ -146,7 +146,7 @@ def test_a_push_behind_which_another_was_promised_is_acknowledged_when_none_come
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_group_that_is_known_in_part_or_too_much_is_taken_as_its_chunks_alone_would_be(
+def test_a_group_is_taken_like_its_chunks_one_by_one(
     seed: int,
 ) -> None:
     server, relay, accounts = pair()
@@ -197,7 +197,7 @@ def _push(relay: Relay, incarnation: int, first: int, count: int) -> m.Push:
 
 
 @pytest.mark.parametrize("item", [1, 4, 100, 2000, 70_000])
-def test_full_chunks_make_messages_of_64_kib_and_no_part_is_over_the_limit(item: int) -> None:
+def test_message_sizes_stay_within_the_limit(item: int) -> None:
     columns = {"obs": Column((item,), np.uint8), "action": Column((), np.int64)}
     layout = ChunkLayout(Schema(columns, n_step=1), 64)
     form = Form(layout, batch_size=1, parameter_bytes=1)

@@ -101,7 +101,7 @@ def learning(tmp_path: Path) -> Iterator[Learning]:
     rig.close()
 
 
-def test_what_comes_ahead_is_unpacked_by_a_thread_and_is_what_was_drawn(learning: Learning) -> None:
+def test_a_thread_unpacks_the_next_batch(learning: Learning) -> None:
     for _ in range(3):
         learning.source.request()
     learning.wait_for(3)
@@ -114,7 +114,7 @@ def test_what_comes_ahead_is_unpacked_by_a_thread_and_is_what_was_drawn(learning
     assert learning.link.counts["bad"] == 0
 
 
-def test_a_batch_is_unpacked_anew_where_another_memory_is_polled(learning: Learning) -> None:
+def test_polling_another_memory_unpacks_again(learning: Learning) -> None:
     for _ in range(2):
         learning.source.request()
     learning.wait_for(2)
@@ -125,7 +125,7 @@ def test_a_batch_is_unpacked_anew_where_another_memory_is_polled(learning: Learn
     assert learning.unpacked == ["MainThread", "batches", "MainThread"]
 
 
-def test_a_batch_that_arrives_broken_beside_the_learner_is_asked_for_again(
+def test_a_broken_batch_found_by_the_thread_is_requested_again(
     learning: Learning,
 ) -> None:
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_a_batch_that_arrives_broken_beside_the_learner_is_asked_for_again(
     assert learning.source.outstanding == 0
 
 
-def test_an_answer_that_came_twice_is_not_given_though_it_was_unpacked(learning: Learning) -> None:
+def test_the_thread_skips_an_answer_that_came_twice(learning: Learning) -> None:
     for _ in range(2):
         learning.source.request()
     learning.wait_for(2)

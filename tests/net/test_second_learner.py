@@ -15,7 +15,7 @@ from zapex.errors import Fenced, Refused
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
 
-def test_a_learner_of_another_run_is_refused_and_the_first_one_trains_on() -> None:
+def test_a_second_learner_is_refused() -> None:
     layout = layout_of(400)
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     first = make_link(server.url, "learner", 1, layout, incarnation=1)
@@ -27,7 +27,7 @@ def test_a_learner_of_another_run_is_refused_and_the_first_one_trains_on() -> No
     until(lambda: again.is_open, lambda: (server.turn(), again.do_work()), "a welcome")
 
 
-def test_a_learner_that_takes_over_replaces_the_first_which_is_told() -> None:
+def test_take_over_fences_the_first_learner() -> None:
     layout = layout_of(400)
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     first = make_link(server.url, "learner", 1, layout, incarnation=1)
@@ -38,7 +38,7 @@ def test_a_learner_that_takes_over_replaces_the_first_which_is_told() -> None:
         until(lambda: False, lambda: (server.turn(), first.do_work()))
 
 
-def test_the_place_of_a_learner_whose_connections_are_closed_is_free() -> None:
+def test_a_learner_can_join_after_another_disconnected() -> None:
     layout = layout_of(400)
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     first = make_link(server.url, "learner", 1, layout, incarnation=1)

@@ -38,7 +38,7 @@ def joins(
     return found
 
 
-def test_a_host_that_only_said_hello_keeps_its_numbers_while_its_processes_start() -> None:
+def test_a_starting_host_keeps_its_numbers_for_a_minute() -> None:
     clock = Clock()
     sessions = sessions_of(1, clock)
     clock.now_s = 20.0  # the server knows by now who is there
@@ -51,7 +51,7 @@ def test_a_host_that_only_said_hello_keeps_its_numbers_while_its_processes_start
     assert relay.actors == (0,)
 
 
-def test_a_library_client_that_only_said_hello_loses_its_number_after_ten_seconds() -> None:
+def test_a_silent_library_client_loses_its_number_after_ten_seconds() -> None:
     clock = Clock()
     sessions = sessions_of(1, clock)
     clock.now_s = 20.0
@@ -62,7 +62,7 @@ def test_a_library_client_that_only_said_hello_loses_its_number_after_ten_second
     assert isinstance(joins(sessions, 2, role="client"), Session)
 
 
-def test_a_host_that_never_comes_back_loses_its_numbers() -> None:
+def test_a_host_that_never_starts_loses_its_numbers() -> None:
     clock = Clock()
     sessions = sessions_of(1, clock)
     clock.now_s = 20.0
@@ -71,7 +71,7 @@ def test_a_host_that_never_comes_back_loses_its_numbers() -> None:
     assert isinstance(joins(sessions, 2), Session)
 
 
-def test_a_host_that_has_spoken_loses_its_numbers_after_ten_seconds_of_silence() -> None:
+def test_a_silent_host_loses_its_numbers_after_ten_seconds() -> None:
     clock = Clock()
     sessions = sessions_of(1, clock)
     clock.now_s = 20.0
@@ -90,7 +90,7 @@ def test_a_replay_with_a_learner_on_its_host_refuses_another_one() -> None:
     assert isinstance(joins(sessions, 2), Session)
 
 
-def test_the_number_of_the_host_that_is_silent_for_the_longest_time_goes_first() -> None:
+def test_the_longest_silent_host_loses_its_number_first() -> None:
     clock = Clock()
     sessions = sessions_of(2, clock)
     clock.now_s = 20.0

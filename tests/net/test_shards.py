@@ -155,7 +155,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_few_actors_are_spread_evenly_and_a_lost_shards_over_all_others() -> None:
+def test_preferences_spread_actors_evenly() -> None:
     orders = [preferences(number, 4) for number in range(400)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert [order[0] for order in orders[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -190,7 +190,7 @@ def test_a_relay_that_is_started_again_doubles_nothing(world: World) -> None:
     assert set((held[0] + held[1]).values()) == {1}
 
 
-def test_actors_move_when_their_shard_goes_and_go_back_when_it_comes(world: World) -> None:
+def test_actors_leave_a_lost_shard_and_return(world: World) -> None:
     world.play(20)
     before = world.held()[1]
     world.shards.stop(1)
@@ -215,7 +215,7 @@ def test_actors_move_when_their_shard_goes_and_go_back_when_it_comes(world: Worl
     assert set((held[0] + held[1]).values()) == {1}
 
 
-def test_a_shard_that_begins_anew_with_an_empty_memory_gets_what_comes_after(world: World) -> None:
+def test_a_shard_with_a_new_memory_gets_only_newer_chunks(world: World) -> None:
     world.play(20)
     gone = set(world.held()[1])
     world.shards.stop(1, empty=True)
@@ -228,7 +228,7 @@ def test_a_shard_that_begins_anew_with_an_empty_memory_gets_what_comes_after(wor
     assert set((held[0] + held[1]).values()) == {1}
 
 
-def test_an_actor_that_is_started_again_goes_on_at_its_shard(world: World) -> None:
+def test_a_restarted_actor_keeps_its_shard(world: World) -> None:
     world.play(8)
     for actor in range(ACTORS):
         world.relay.incarnation[actor] += 1
@@ -328,7 +328,7 @@ def test_priorities_reach_the_shard_of_each_key(world: World) -> None:
     until(done, world.turn, "the priorities")
 
 
-def test_a_shard_that_is_gone_stalls_no_batch_longer_than_its_deadline(world: World) -> None:
+def test_a_silent_shard_loses_its_share_after_the_deadline(world: World) -> None:
     world.play(40)
     learning = Learning(world)
     until(
@@ -370,7 +370,7 @@ def test_a_shard_that_is_gone_stalls_no_batch_longer_than_its_deadline(world: Wo
     assert set(by_shard(learning.poll().keys)) == {0, 1}
 
 
-def test_a_shard_that_lives_and_gives_no_rows_is_waited_for_longer(world: World) -> None:
+def test_a_live_shard_without_rows_gets_a_longer_deadline(world: World) -> None:
     world.play(40)
     learning = Learning(world)
     until(
@@ -395,7 +395,7 @@ def test_a_shard_that_lives_and_gives_no_rows_is_waited_for_longer(world: World)
     )  # fmt: skip
 
 
-def test_a_shard_with_an_empty_memory_has_no_share_until_it_has_something(world: World) -> None:
+def test_an_empty_shard_has_no_share(world: World) -> None:
     for n in range(20):
         world.relay.make(2 * (n % 2))  # actors of shard 0
     world.settle()

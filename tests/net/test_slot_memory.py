@@ -168,7 +168,7 @@ def take_all(client: Client, pushes: Pushes, first: int, accounts: Accounts) -> 
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_a_body_is_in_its_slot_before_its_message_is_whole(with_keys: bool, tmp_path: Path) -> None:
+def test_a_body_is_received_into_its_slot(with_keys: bool, tmp_path: Path) -> None:
     pushes, server_keys, keys = Pushes(), None, None
     if with_keys:
         curve_keys.make(tmp_path / "keys")
@@ -190,7 +190,7 @@ def test_a_body_is_in_its_slot_before_its_message_is_whole(with_keys: bool, tmp_
     assert len(server.replay) > 0
 
 
-def test_a_push_that_ends_anywhere_leaves_its_slot_free_and_nothing_visible() -> None:
+def test_a_push_cut_anywhere_leaves_its_slot_free() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     client = Client(server)
@@ -260,7 +260,7 @@ def _frames_of(server: NetworkReplay, sequence: int) -> bytes:
     return bytes(store.column(int(slot), "obs").reshape(-1))
 
 
-def test_what_another_connection_began_is_not_written_into_a_chunk_that_is_live() -> None:
+def test_a_half_received_push_never_overwrites_a_live_chunk() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     slow, quick = Client(server), Client(server, channel=m.SMALL)
@@ -285,7 +285,7 @@ def _two_chunks(pushes: Pushes) -> list[Buffer]:
     return m.encode(both)
 
 
-def test_only_a_body_that_is_expected_next_is_received_into_a_slot() -> None:
+def test_only_the_next_expected_body_is_received_into_a_slot() -> None:
     pushes = Pushes()
     server = served()
     store = server.replay.store
@@ -316,7 +316,7 @@ def test_only_a_body_that_is_expected_next_is_received_into_a_slot() -> None:
         assert not is_in_a_slot([memoryview(other), *body])
 
 
-def test_a_new_connection_takes_over_from_one_that_stopped_within_a_body() -> None:
+def test_a_new_connection_replaces_one_that_stopped_within_a_body() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     old = Client(server)
@@ -329,7 +329,7 @@ def test_a_new_connection_takes_over_from_one_that_stopped_within_a_body() -> No
     take_all(new, pushes, 0, accounts)
 
 
-def test_a_host_that_left_within_a_body_cannot_write_on_into_slots_of_others() -> None:
+def test_a_replaced_host_cannot_write_into_reassigned_slots() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
     old, small = Client(server), Client(server, channel=m.SMALL)
@@ -342,7 +342,7 @@ def test_a_host_that_left_within_a_body_cannot_write_on_into_slots_of_others() -
     take_all(new, pushes, 0, accounts)
 
 
-def test_a_replay_that_dies_within_a_body_finds_its_slot_granted_and_free() -> None:
+def test_a_replay_that_restarts_within_a_body_finds_its_slot_free() -> None:
     pushes, accounts = Pushes(), Accounts()
     memory = Memory(layout_of(400, STREAMS), 1)
     server = accounts.watch(served(memory=memory))
@@ -360,7 +360,7 @@ def test_a_replay_that_dies_within_a_body_finds_its_slot_granted_and_free() -> N
     take_all(client, pushes, 0, accounts)
 
 
-def test_a_stream_of_pushes_in_pieces_of_any_size_is_taken_once_each() -> None:
+def test_pushes_cut_into_pieces_are_taken_once_each() -> None:
     pushes, accounts, draw = Pushes(), Accounts(), random.Random(1)
     server = accounts.watch(served())
     client = Client(server)

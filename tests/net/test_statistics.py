@@ -51,7 +51,7 @@ class FakeServer:
         return object()
 
 
-def test_a_learner_that_takes_over_in_the_middle_of_a_round_counts_nothing_twice() -> None:
+def test_a_new_learner_counts_nothing_twice() -> None:
     server, now_s = FakeServer(), [0.0]
     handler = StatsHandler(server, memory_of("replay"), lambda: now_s[0])  # type: ignore[arg-type]
     for number in range(ACTORS):

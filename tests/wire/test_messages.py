@@ -85,7 +85,7 @@ def split(data: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", examples())
-def test_what_was_said_is_what_is_heard(name: str) -> None:
+def test_messages_survive_a_round_trip(name: str) -> None:
     said = examples()[name]
     assert same(m.decode(m.encode(said), FORM), said)
 
@@ -95,9 +95,11 @@ def test_every_kind_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", examples())
-def test_the_bytes_are_those_of_version_2(name: str) -> None:
+def test_golden_bytes_of_version_2(name: str) -> None:
     """A change of any byte is a new version: golden files are never written anew."""
-    assert joined(m.encode(examples()[name])) == (GOLDEN / f"{name}.bin").read_bytes()
+    golden = (GOLDEN / f"{name}.bin").read_bytes()
+    assert joined(m.encode(examples()[name])) == golden
+    assert same(m.decode(split(golden), FORM), examples()[name])
 
 
 def test_the_document_names_every_kind_and_every_fault() -> None:
@@ -187,20 +189,20 @@ def test_a_batch_with_a_number_that_no_tree_has_is_refused(at: int, number: floa
         m.decode(m.encode(batch), FORM)
 
 
-def test_why_a_run_has_ended_is_heard_and_nothing_where_it_has_not() -> None:
+def test_a_bye_may_give_a_reason() -> None:
     for over in ("the learner is done", ""):
         said = replace(examples()["bye"], over=over)
         assert m.decode(m.encode(said), FORM).over == over
 
 
-def test_a_peer_of_another_schema_is_told_both_hashes() -> None:
+def test_another_schema_is_refused_with_both_hashes() -> None:
     other = Schema(SCHEMA.columns, n_step=2, gamma=0.5)
     form = Form(ChunkLayout(other, 4), 2, 8)
     with pytest.raises(BadMessage, match=f"{SCHEMA.hash:#018x}.*{other.hash:#018x}"):
         m.decode(m.encode(examples()["push"]), form)
 
 
-def test_a_peer_of_another_version_is_told_both_versions() -> None:
+def test_another_version_is_refused_with_both_versions() -> None:
     parts = [bytes(p) for p in m.encode(m.Bye())]
     parts[0] = parts[0][:4] + b"\x03\x00" + parts[0][6:]
     with pytest.raises(BadMessage, match="version 2, the peer version 3"):
@@ -208,14 +210,14 @@ def test_a_peer_of_another_version_is_told_both_versions() -> None:
 
 
 @pytest.mark.parametrize("name", examples())
-@pytest.mark.parametrize("cut", [0, 1, 63])
-def test_a_header_that_is_cut_short_is_refused(name: str, cut: int) -> None:
+def test_a_header_that_is_cut_short_is_refused(name: str) -> None:
     parts = m.encode(examples()[name])
-    with pytest.raises(BadMessage):
-        m.decode([bytes(parts[0])[:cut], *parts[1:]], FORM)
+    for cut in (0, 1, 63):
+        with pytest.raises(BadMessage):
+            m.decode([bytes(parts[0])[:cut], *parts[1:]], FORM)
 
 
-def test_a_frame_that_did_not_come_is_refused_even_with_a_right_checksum() -> None:
+def test_references_to_missing_frames_are_refused() -> None:
     for name in ("push", "batch"):
         message = decode_header(m.encode(examples()[name]))
         body = [bytearray(part) for part in message.body]
@@ -228,7 +230,7 @@ def test_a_frame_that_did_not_come_is_refused_even_with_a_right_checksum() -> No
                 m.decode(bad.encode(), FORM)
 
 
-def test_what_does_not_need_a_form_is_read_without_one_and_the_rest_is_refused() -> None:
+def test_only_some_kinds_are_read_before_the_welcome() -> None:
     free = {"hello", "welcome", "ack", "update_ack", "pull", "publish_ack", "bye", "error"}
     for name, message in examples().items():
         if name in free:
@@ -236,14 +238,6 @@ def test_what_does_not_need_a_form_is_read_without_one_and_the_rest_is_refused()
         else:
             with pytest.raises(BadMessage):
                 m.decode(m.encode(message), None)
-
-
-def test_deep_json_is_no_crash() -> None:
-    for text in (b"[" * 60_000, b'{"a":' * 10_000, b"[1]", b"\xff", b""):
-        hello = decode_header(m.encode(examples()["hello"]))
-        bad = replace(hello, body=(as_buffer(text),))
-        with pytest.raises(BadMessage):
-            m.decode(bad.encode(), FORM)
 
 
 def decode_or_refuse(parts) -> None:
@@ -323,9 +317,3 @@ def write_golden() -> None:
     """For a new version of the protocol only."""
     for name, message in examples().items():
         (GOLDEN / f"{name}.bin").write_bytes(joined(m.encode(message)))
-
-
-def test_golden_files_are_read_as_the_examples() -> None:
-    for name, message in examples().items():
-        parts = split((GOLDEN / f"{name}.bin").read_bytes())
-        assert same(m.decode(parts, FORM), message)
