@@ -85,8 +85,7 @@ class ChunkSender:
         self._server = 0  # the replay's incarnation that sent the last welcome on SMALL
         self._leaving: list[_Chunk] = []
         self.counts = dict.fromkeys(("chunks", "bytes", "acknowledged", "again"), 0)
-        link.handlers[Kind.ACK] = self._ack
-        link.on_welcome.append(self._welcome)
+        link.register({Kind.ACK: self._ack}, on_welcome=self._welcome)
 
     @property
     def unacknowledged(self) -> int:
@@ -258,7 +257,7 @@ class ShardedChunkSender:
         self.moved = 0
         # Before the senders' own: a shard with another memory gives other numbers.
         for shard, link in enumerate(links):
-            link.on_welcome.append(partial(self._welcome, shard))
+            link.register(on_welcome=partial(self._welcome, shard))
         self._senders = [ChunkSender(link, store, clock_s) for link in links]
 
     @property
@@ -337,9 +336,9 @@ class ZmqParameterSource:
         self._newest = messages.Params(0, memoryview(b""))
         self._taken = 0
         self._asked = False
-        link.handlers[Kind.PARAMS] = self._params
-        link.on_bad.append(self._ask_again)
-        link.on_welcome.append(self._welcome)
+        link.register(
+            {Kind.PARAMS: self._params}, on_welcome=self._welcome, on_lost=self._ask_again
+        )
 
     @property
     def version(self) -> int:
@@ -385,8 +384,7 @@ class ZmqParameterSink:
         self._acknowledged = 0
         self._flying = 0  # the version sent and not acknowledged; 0: none
         self._epoch = 0
-        link.handlers[Kind.PUBLISH_ACK] = self._publish_ack
-        link.on_welcome.append(self._welcome)
+        link.register({Kind.PUBLISH_ACK: self._publish_ack}, on_welcome=self._welcome)
 
     @property
     def version(self) -> int:

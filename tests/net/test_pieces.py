@@ -88,20 +88,17 @@ class Link:
 
     def __init__(self, replay: Replay) -> None:
         self.form, self._replay = replay.form, replay
-        self.handlers: dict[Kind, Any] = {}
-        self.aside: dict[int, Any] = {}
-        self.on_bad: list[Any] = []
-        self.on_welcome: list[Any] = []
         self.come: deque[list[Any]] = deque()
+
+    def register(self, handlers: Any, *, raw: Any, on_welcome: Any, on_lost: Any) -> None:
+        self.take, self.on_welcome, self.on_lost = raw[Kind.BATCH], on_welcome, on_lost
 
     def do_work(self) -> None:
         while self.come:
-            parts = self.come.popleft()
-            self.aside[Kind.BATCH](parts)
+            self.take(self.come.popleft())
 
     def reject(self, error: BadMessage) -> None:
-        for call in self.on_bad:
-            call()
+        self.on_lost()
 
     def send(self, channel: int, message: Any) -> bool:
         self._replay.requests[message.sequence] = message
@@ -112,8 +109,7 @@ class Link:
         self._replay.wire.clear()
         self._replay.requests.clear()
         welcome = m.Welcome(1, 0, 1, 1, 1, 8, True, np.zeros(0, m.ACTOR_STATE))
-        for call in self.on_welcome:
-            call(welcome, SMALL)
+        self.on_welcome(welcome, SMALL)
 
 
 def deliver(replay: Replay, link: Link, messages: int = 10_000) -> None:

@@ -1,6 +1,7 @@
 """Who is told of the whole run's counts, and in which order."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,13 @@ class FakeServer:
         return object()
 
 
+class FakeLink:
+    """A learner's link whose messages come by hand."""
+
+    def register(self, handlers: Any, *, on_welcome: Any) -> None:
+        self.handlers, self.on_welcome = handlers, on_welcome
+
+
 def test_a_new_learner_counts_nothing_twice() -> None:
     server, now_s = FakeServer(), [0.0]
     handler = StatsHandler(server, memory_of("replay"), lambda: now_s[0])  # type: ignore[arg-type]
@@ -66,10 +74,9 @@ def test_a_new_learner_counts_nothing_twice() -> None:
         handler.do_work()
     assert [stats.number for _, stats in server.sent] == [0, 1]  # the replay's own is left
 
-    second, link = Session("learner", 9, 1, 0.0), SimpleNamespace(handlers={}, on_welcome=[])
-    host = memory_of("learner")
+    second, link, host = Session("learner", 9, 1, 0.0), FakeLink(), memory_of("learner")
     StatsReader(link, host)  # type: ignore[arg-type]
-    link.on_welcome[0](SimpleNamespace(epoch=5), 0)
+    link.on_welcome(SimpleNamespace(epoch=5), 0)
     server.learners, server.refuses = [second], set()
     for _ in range(3):
         now_s[0] += 1.0

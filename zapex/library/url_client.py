@@ -297,8 +297,8 @@ class UrlClient(ReplayClient):
         self._extending: tuple[UrlSlots, Extender] | None = None
         self._extending_lock = threading.Lock()
         link = self._link.link
-        link.handlers[Kind.REPLY] = link.handlers[Kind.BATCH] = self._take_answer
-        link.on_welcome.append(self._call_again)
+        answers = {Kind.REPLY: self._take_answer, Kind.BATCH: self._take_answer}
+        link.register(answers, on_welcome=self._call_again)
 
     def _open(self, actors: int = 0, lock: ProcessLock | None = None) -> UrlLink:
         link = UrlLink(

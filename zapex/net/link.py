@@ -55,9 +55,9 @@ class ZmqLink:
         self.welcome: Welcome | None = None
         self.over = ""
         self.handlers: dict[Kind, Callable[[Any], None]] = {}
-        self.aside: dict[int, Callable[[list[Any]], None]] = {}  # these kinds are not decoded here
         self.on_welcome: list[Callable[[Welcome, int], None]] = []
-        self.on_bad: list[Callable[[], None]] = []  # an unknown answer was lost
+        self._raw: dict[int, Callable[[list[Any]], None]] = {}
+        self._on_lost: list[Callable[[], None]] = []
         self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent", "renewed"), 0)
         self._hellos = [
             Hello(role, host, incarnation, channel, schema_hash, actors, dict(config))
@@ -71,6 +71,30 @@ class ZmqLink:
         self._asked_s: list[float | None] = [None, None]  # when the first unanswered hello was sent
         self._heard_s = clock_s()
         self._problem = ""
+
+    def register(
+        self,
+        handlers: Mapping[Kind, Callable[[Any], None]] | None = None,
+        *,
+        raw: Mapping[int, Callable[[list[Any]], None]] | None = None,
+        on_welcome: Callable[[Welcome, int], None] | None = None,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Add an end of this link; each end does this in its constructor.
+
+        Args:
+            handlers: what takes the messages of a kind, in `do_work`.
+            raw: what takes the buffers of a kind, which the link then does not decode; give
+                `reject` the error if they are no message.
+            on_welcome: takes each welcome and its connection, in the order of registration.
+            on_lost: called when a message was lost that may have been an answer.
+        """
+        self.handlers.update(handlers or {})
+        self._raw.update(raw or {})
+        if on_welcome is not None:
+            self.on_welcome.append(on_welcome)
+        if on_lost is not None:
+            self._on_lost.append(on_lost)
 
     def open(self, timeout_s: float) -> Welcome:
         """Wait until the replay has welcomed both connections.
@@ -171,9 +195,9 @@ class ZmqLink:
         self.counts["messages"] += 1
         self._asked_s[channel] = None
         self._heard_s = self._clock_s()
-        aside = self.aside.get(kind_of(buffers))
-        if aside is not None:
-            aside(buffers)
+        take_raw = self._raw.get(kind_of(buffers))
+        if take_raw is not None:
+            take_raw(buffers)
             return
         try:
             message = messages.decode(buffers, self.form)
@@ -194,7 +218,7 @@ class ZmqLink:
         if isinstance(error, OtherVersion):
             raise Refused(f"the replay at {self.url}: {error}")
         self.counts["bad"] += 1
-        for call in self.on_bad:
+        for call in self._on_lost:
             call()
 
     def _welcome(self, channel: int, welcome: Welcome) -> None:

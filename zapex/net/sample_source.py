@@ -122,10 +122,12 @@ class ZmqSampleSource:
         self._thread: ThreadPoolExecutor | None = None
         self._job: Future[list[_Decoded]] | None = None
         self.counts = dict.fromkeys(("doubled", "foreign"), 0)
-        link.aside[Kind.BATCH] = self._come.append
-        link.handlers[Kind.UPDATE_ACK] = self._update_ack
-        link.on_bad.append(self._ask_again)
-        link.on_welcome.append(self._welcome)
+        link.register(
+            {Kind.UPDATE_ACK: self._update_ack},
+            raw={Kind.BATCH: self._come.append},
+            on_welcome=self._welcome,
+            on_lost=self._ask_again,
+        )
 
     @property
     def form(self) -> Form:

@@ -240,8 +240,7 @@ class StatsReader:
         self._roles = remote_roles(host)
         self._episodes = host.ring("episodes").producer()
         self._epoch = 0
-        link.handlers[Kind.STATS] = self._take
-        link.on_welcome.append(self._welcome)
+        link.register({Kind.STATS: self._take}, on_welcome=self._welcome)
 
     def _welcome(self, welcome: Welcome, channel: int) -> None:
         self._epoch = welcome.epoch

@@ -190,7 +190,7 @@ def make_relay(start: Start) -> LinkedRole:
         if numbers != membership.numbers:
             raise Fenced(f"another host now has the actor numbers {membership.numbers} of this one")
 
-    link.on_welcome.append(check)
+    link.register(on_welcome=check)
     sender: ChunkLink
     if len(links) == 1:
         sender = ChunkSender(link, store)
