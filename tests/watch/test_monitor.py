@@ -105,15 +105,6 @@ def test_progress_is_that_of_the_limit_reached_first():
     assert (unlimited.progress, unlimited.left_s) == (None, None)
 
 
-def test_roles_in_one_process_are_counted_once():
-    _, monitor = fake_run.started()
-    monitor.look()
-    snapshot = monitor.look()
-    assert {view.private_bytes for view in snapshot.roles} == {
-        snapshot.memory_bytes - snapshot.facts.shared_bytes
-    }
-
-
 def test_the_time_of_a_dead_role_stands_still():
     fake = fake_run.FakeRun(actors=1, begun=False)
     block = fake.roles[0][1]
@@ -250,11 +241,9 @@ def test_a_role_that_works_has_no_reason():
     assert waits_of("learner", "forward", "actors wait") == ()
 
 
-def test_messages_carry_the_runs_clock_and_a_number():
+def test_messages_have_the_runs_clock_and_a_number():
     _, monitor = fake_run.started(head_start_s=60)
-    numbers = [message.number for message in monitor.look().messages]
-    assert numbers == [1, 2]
-    assert [message.wall_s for message in monitor.look().messages] == [0, 60]
+    assert [(note.number, note.wall_s) for note in monitor.look().messages] == [(1, 0), (2, 60)]
 
 
 def test_returns_are_means_of_the_last_hundred():
@@ -287,16 +276,18 @@ def test_the_greedy_history_is_thinned_evenly_and_stays_bounded():
     np.testing.assert_allclose(steps, steps[0])
 
 
-def test_the_parents_own_use_is_measured():
-    fake, monitor = fake_run.started()
+def test_the_use_of_this_process_is_measured_once():
+    fake, monitor = fake_run.started()  # all roles are in this process
     monitor.look()
     enough = time.process_time() + 0.3  # of the processor, however busy the machine is
     while time.process_time() < enough:
         pass
     fake.advance(10)  # long enough for the kernel to be asked again
     snapshot = monitor.look()
-    assert snapshot.parent_cpu_cores > 0.0
-    assert snapshot.memory_bytes > snapshot.facts.shared_bytes
+    assert snapshot.cpu_cores == snapshot.parent_cpu_cores > 0.0
+    private = snapshot.memory_bytes - snapshot.facts.shared_bytes
+    assert {view.private_bytes for view in snapshot.roles} == {private}
+    assert private > 0
 
 
 def test_the_last_snapshot_has_what_the_roles_used():

@@ -116,19 +116,16 @@ def test_lost_shards_are_counted_only_where_there_are_several(recorded):
     }  # fmt: skip
 
 
-def test_all_numbers_are_finite_and_json(recorded):
-    for text in (recorded[0] / "metrics.jsonl").read_text().splitlines():
-        json.loads(text, parse_constant=pytest.fail)
+def test_metrics_are_finite_json_and_the_last_line_is_the_sessions(recorded):
+    lines = (recorded[0] / "metrics.jsonl").read_text().splitlines()
+    kinds = [json.loads(text, parse_constant=pytest.fail)["kind"] for text in lines]
+    assert kinds[-1] == "final"
+    assert kinds.count("final") == 1
     assert all(math.isfinite(value) for value in numbers(recorded[1]).values())
 
 
-def test_the_last_line_of_a_session_says_so(recorded):
-    kinds = [line["kind"] for line in read_metrics(recorded[0])]
-    assert kinds[-1] == "final"
-    assert kinds.count("final") == 1
-
-
-def test_a_resumed_run_appends_and_starts_where_the_last_line_ended(tmp_path):
+def test_a_resumed_run_appends_and_continues_from_the_last_line(tmp_path):
+    assert (read_base(tmp_path), read_evaluations(tmp_path)) == ({}, [])
     first = fake_run.record([JsonLines(tmp_path)], 120, tmp_path)
     base = read_base(tmp_path)
     assert base == {"wall_s": 120.0, "params_version": 120.0, **first.totals}
@@ -141,22 +138,12 @@ def test_a_resumed_run_appends_and_starts_where_the_last_line_ended(tmp_path):
     assert read_base(tmp_path) == base
 
 
-def test_a_run_that_never_recorded_has_no_base(tmp_path):
-    assert read_base(tmp_path) == {}
-    assert read_evaluations(tmp_path) == []
-
-
-def test_a_stored_snapshot_comes_back_the_same(recorded):
+def test_a_stored_snapshot_is_read_back_with_its_nans(recorded, tmp_path):
     run_dir, snapshot = recorded
     assert read_snapshot(run_dir) == snapshot
-
-
-def test_a_stored_snapshot_without_returns_comes_back_with_nans(tmp_path):
-    snapshot = fake_run.record([], 5, tmp_path)
     empty = dataclasses.replace(snapshot.returns, all_mean=math.nan, bands={})
     recorder = JsonLines(tmp_path)
     recorder.write(dataclasses.replace(snapshot, returns=empty), np.empty(0, fake_run.EPISODE), [])
-    recorder.close()
     assert math.isnan(read_snapshot(tmp_path).returns.all_mean)
 
 

@@ -18,9 +18,9 @@ from zapex.watch.terminal import count, in_columns, number
 
 CURVE_FILE: Final = "learning_curve.png"
 SCORES: Final = {
-    "evaluation": "return of an evaluation",
-    "training": "return of the last 100 games of all streams",
-    "greedy": "return of the last 10 games of the greediest stream",
+    "evaluation": "mean return of an evaluation",
+    "training": "mean return of the last 100 games of all streams",
+    "greedy": "mean return of the last 10 games of the greediest stream",
 }
 """What runs are compared by, and how a legend names it."""
 _TAGS: Final = {
@@ -308,7 +308,7 @@ def draw_run(run_dir: Path, references: Mapping[str, float] | None = None, title
         "greediest stream": (_points(metrics, "charts/episodic_return_greedy"), _GREEDY),
     }
     if not evaluations and not len(streams["all streams"][0]):
-        raise ConfigError(f"{run_dir} holds no returns yet: nothing to draw")
+        raise ConfigError(f"{run_dir} has stored no returns yet: nothing to draw")
     figure = _figure(figsize=(8, 4.5), dpi=150)
     axes = figure.add_subplot()
     for name, value in (references or {}).items():
@@ -318,19 +318,19 @@ def draw_run(run_dir: Path, references: Mapping[str, float] | None = None, title
     for label, (points, colour) in streams.items():
         if len(points):
             axes.plot(*points.T, ".", color=colour, markersize=3, alpha=0.35, markeredgewidth=0)
-            mean = f"{label}: running mean of games while it learns"
+            mean = f"{label}, while learning: running mean"
             axes.plot(*smooth(points).T, color=colour, linewidth=1.8, label=mean)
     if evaluations:
         # No lines between the points: nothing was measured there. The last one has its value.
         points, spread = _points(evaluations, "mean"), [line["std"] for line in evaluations]
         style = {"color": _EVALUATED, "markersize": 5, "elinewidth": 0.8, "capsize": 2}
-        label = "evaluation, greedy: mean and deviation"
+        label = "evaluation, greedy: mean ± standard deviation"
         axes.errorbar(*points.T, yerr=spread, fmt="o", label=label, **style)
         place = {"xytext": (0, 4), "ha": "center", "va": "bottom", "fontweight": "bold"}
         top = (points[-1, 0], points[-1, 1] + spread[-1])
         _annotate(axes, number(points[-1, 1]), top, color=_EVALUATED, **place)
     axes.set_xlim(0, max(line["wall_s"] / 60 for line in lines if "wall_s" in line))
-    axes.set(xlabel="minutes", ylabel="return of a game")
+    axes.set(xlabel="minutes", ylabel="return per game")
     axes.set_title(title, loc="left", fontsize=11)
     _plain_frame(axes)
     axes.legend(loc="upper left", fontsize=8, framealpha=0.9, edgecolor="none")

@@ -15,7 +15,7 @@ from zapex.watch.recorders import PAPERS, by_actor, numbers, read_metrics
 from zapex.watch.report import Snapshot
 
 _TIMEOUT_S = 5.0
-_POINTS = 512  # of a line; at twice as many, every second one is left out
+_POINTS = 512  # of a line; at twice as many, every second one is dropped
 _SCORES, _MEMORY, _LOSS = PAPERS
 _LINES = {
     "charts/episodic_return_last100": (_SCORES, "mean of all"),
