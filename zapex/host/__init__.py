@@ -1,1 +1,1 @@
-"""What the processes of one host share: its memory plan, counters and actor numbers."""
+"""What the processes of one host share: the plan of its memory, counters, actor numbers."""
