@@ -134,16 +134,8 @@ OPTIONS: Sequence[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_device_that_does_everything_late_learns_the_same(
-    seed: int, options: dict[str, Any]
-) -> None:
+def test_a_late_device_learns_the_same(seed: int, options: dict[str, Any]) -> None:
     check_learned(LateQueues(seed), 12, **options)
-
-
-def test_the_host_waits_once_in_each_step() -> None:
-    queues = LateQueues(1)
-    learned(queues, 10, dqn_on("cpu"))
-    assert queues.host_waited == 10
 
 
 def mutant(module: Any, *changes: tuple[str, str]) -> Any:
@@ -189,7 +181,7 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_no_mutant_of_the_waits_survives(name: str) -> None:
+def test_a_missing_wait_is_noticed(name: str) -> None:
     made = {module: mutant(module, *MUTANTS[name].get(module, [])) for module in
             (DEVICE, LEARNER)}  # fmt: skip
     modules = types.SimpleNamespace(
@@ -209,7 +201,7 @@ def test_no_mutant_of_the_waits_survives(name: str) -> None:
 
 @pytest.mark.parametrize("schema", [IMAGES, VECTORS])
 @pytest.mark.parametrize("optimiser", ["adam", "rmsprop"])
-def test_a_step_copies_one_batch_in_one_result_out_and_waits_once(
+def test_a_step_copies_one_batch_and_one_result_and_waits_once(
     schema: Schema, optimiser: str
 ) -> None:
     layout = BatchLayout(schema, ROWS)
@@ -238,7 +230,7 @@ def test_a_column_on_another_device_is_found() -> None:
 
 
 @pytest.mark.parametrize("optimiser", ["adam", "rmsprop"])
-def test_a_step_that_diverges_changes_nothing_and_is_reported_when_its_result_is_read(
+def test_a_step_that_diverges_changes_nothing_and_raises_in_finish(
     optimiser: str,
 ) -> None:
     dqn, layout = dqn_on("cpu", optimiser=optimiser, largest=None), BatchLayout(IMAGES, ROWS)
@@ -254,7 +246,7 @@ def test_a_step_that_diverges_changes_nothing_and_is_reported_when_its_result_is
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     steps = dqn.optimiser.steps
     trainer.begin(batches[1])
-    with pytest.raises(Diverged, match="not finite after 2 batches"):
+    with pytest.raises(Diverged, match="2 batches"):
         trainer.finish()
     assert all(torch.equal(tensors[name], before[name]) for name in before)
     assert dqn.optimiser.steps == steps == 1
@@ -327,11 +319,11 @@ def act_and_compare(queues: Any, schema: Schema, tolerance: float) -> None:
 
 @pytest.mark.parametrize("schema", [IMAGES, VECTORS])
 @pytest.mark.parametrize("seed", range(3))
-def test_acting_on_a_device_that_is_late_gives_the_same_values(schema: Schema, seed: int) -> None:
+def test_acting_on_a_late_device_gives_the_same_values(schema: Schema, seed: int) -> None:
     act_and_compare(LateQueues(seed), schema, 1e-5)
 
 
-def test_acting_on_a_device_waits_for_nothing_but_the_result() -> None:
+def test_acting_on_a_device_waits_only_for_the_result() -> None:
     counting = Counting()
     policy = acting(MetaQueues(counting), IMAGES)
     obs = np.zeros((ROWS, *IMAGES.obs_columns["obs"].value_shape), np.uint8)
@@ -374,7 +366,7 @@ def check_sizes(device: str, queues: Callable[[], Any], tolerance: float) -> Non
     assert made == [2, 8, 4, 16]
 
 
-def test_a_changing_number_of_observations_is_computed_in_sizes_that_repeat() -> None:
+def test_a_varying_number_of_observations_uses_few_sizes() -> None:
     seeds = itertools.count()
     check_sizes("cpu", lambda: LateQueues(next(seeds)), 1e-5)
 

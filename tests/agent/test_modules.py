@@ -1,4 +1,4 @@
-"""Networks and losses of a user's own, IMPALA's network, and the switches of the built-in one."""
+"""Custom networks and losses, IMPALA's network, and the options of the built-in one."""
 
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def batch(rows: int, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> d
 
 @pytest.mark.parametrize("optimiser", ["adam", "rmsprop"])
 @pytest.mark.parametrize("loss", ["huber", f"{HERE}:huber"])
-def test_a_network_of_ones_own_learns_as_the_built_in_one_with_the_same_layers(
+def test_a_custom_network_learns_like_the_built_in_one_with_the_same_layers(
     optimiser: str, loss: str
 ) -> None:
     built_in = networks.build((4,), np.float32, 3, 16, device="cpu")
@@ -126,7 +126,7 @@ def test_a_network_of_ones_own_learns_as_the_built_in_one_with_the_same_layers(
     )
 
 
-def test_the_target_and_the_actors_copy_have_memory_of_their_own() -> None:
+def test_the_target_and_copies_of_a_custom_network_share_no_memory() -> None:
     learner = DQN(own("Twin"), lr=1e-2, target_period=100)
     before = learner.target.flat.clone()
     twin = learner.online.copy()
@@ -140,7 +140,7 @@ def test_the_target_and_the_actors_copy_have_memory_of_their_own() -> None:
     assert not torch.equal(twin(twin.to_input(obs)), q)
 
 
-def test_the_same_seed_makes_the_same_network_and_other_random_numbers_stay() -> None:
+def test_equal_seeds_make_equal_networks_and_leave_torchs_generator_alone() -> None:
     state = torch.get_rng_state()
     a, b, c = (own("Lazy", seed=seed).flat for seed in (1, 1, 2))
     assert torch.equal(a, b)
@@ -148,7 +148,7 @@ def test_the_same_seed_makes_the_same_network_and_other_random_numbers_stay() ->
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_parameters_that_q_does_not_depend_on_stay_as_they_are() -> None:
+def test_unused_parameters_do_not_change() -> None:
     learner = DQN(own("Unused"), lr=1e-2)
     before = learner.online.views["spare.weight"].clone()
     learner.learn(batch(8))
@@ -158,16 +158,16 @@ def test_parameters_that_q_does_not_depend_on_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("OneValue", r"must return Q values of shape \(B, 3\).* it returned \(2, 1\)"),
-        ("Buffers", r"has buffers that would not reach the actors \(0.running_mean"),
-        ("Broken", r"fails with observations of shape \(2, 4\): RuntimeError: mat1 and mat2 cann"),
-        ("NoArguments", "cannot be made: TypeError"),
-        ("no_module", "must make a torch.nn.Module, got str"),
+        ("OneValue", r"Q values of shape \(B, 3\).*\(2, 1\)"),
+        ("Buffers", "0.running_mean"),
+        ("Broken", r"\(2, 4\): RuntimeError: mat1 and mat2"),
+        ("NoArguments", "TypeError"),
+        ("no_module", "torch.nn.Module, got str"),
         ("Twinn", "'Twinn' is not there in module"),
         ("CPU", "'CPU' is not callable in module"),
     ],
 )
-def test_what_is_no_network_is_one_clear_error(name: str, says: str) -> None:
+def test_an_unusable_network_is_one_error_line(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         own(name)
     assert "\n" not in str(caught.value)
@@ -182,7 +182,7 @@ def test_what_is_no_network_is_one_clear_error(name: str, says: str) -> None:
         ("hubber", "'hubber' is not there"),
     ],
 )
-def test_what_is_no_loss_is_one_clear_error(name: str, says: str) -> None:
+def test_an_unusable_loss_is_one_error(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         losses.named(f"{HERE}:{name}")
 
@@ -207,7 +207,7 @@ def test_impala_learns_from_images_and_can_be_written_as_onnx(
      {"dueling": False, "layer_norm": True, "max_pool": 3}],
 )  # fmt: skip
 @pytest.mark.parametrize("shape", [(2, 40, 44), (1, 10, 12), (3, 20, 24), (5,)])
-def test_a_switch_of_the_built_in_network_is_what_torchs_own_layers_compute(
+def test_options_of_the_built_in_network_match_torchs_layers(
     switches: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     dtype = np.uint8 if len(shape) == 3 else np.float32
@@ -247,14 +247,14 @@ def test_a_switch_of_the_built_in_network_is_what_torchs_own_layers_compute(
     [((3, 6, 40), "at least 7 pixels.*FlattenObservation"),
      ((3, 480, 640), "zapex.envs.wrappers:Grey84, or give --max-pool 6")],
 )  # fmt: skip
-def test_an_image_that_no_network_fits_names_the_wrapper(shape: Any, says: str) -> None:
+def test_an_unsuitable_image_size_names_the_wrapper(shape: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         networks.build(shape, np.uint8, 3, 8, device="cpu")
     if shape[1] > 100:
         networks.build(shape, np.uint8, 3, 8, device="cpu", max_pool=6)
 
 
-def test_targets_without_double_and_with_munchausen_are_those_of_the_papers() -> None:
+def test_targets_are_those_of_the_papers() -> None:
     rows = batch(64)
     found = {}
     for name, options in {

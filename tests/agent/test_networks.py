@@ -52,12 +52,6 @@ def naive_q(network, obs):
     return (value + advantage - advantage.mean(1, keepdim=True)).detach().numpy()
 
 
-def test_the_papers_network_has_13_megabytes_of_parameters():
-    network = networks.build((4, 84, 84), np.uint8, 4, hidden=512)
-    assert network.num_parameters == 3_292_837
-    assert network.flat.shape == (3_292_837,)
-
-
 def channels_last(obs):
     return np.ascontiguousarray(obs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
 
@@ -99,14 +93,6 @@ def test_bfloat16_is_near_float32_and_its_output_layers_are_float32():
     assert len(np.unique(q_values(rough, obs))) == 32 * 3
 
 
-def test_advantages_are_centred_so_one_action_has_only_a_value():
-    network = build(num_actions=1)
-    before = q_values(network, images(3))
-    network.views["advantage.weight"].fill_(100.0)
-    network.refresh()
-    np.testing.assert_allclose(q_values(network, images(3)), before, atol=1e-3)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("as_buffer", [lambda a: a, bytes, bytearray, lambda a: a.view(np.uint8)])
 def test_flat_parameters_make_an_equal_network_elsewhere(precision, as_buffer):
@@ -117,45 +103,23 @@ def test_flat_parameters_make_an_equal_network_elsewhere(precision, as_buffer):
     np.testing.assert_array_equal(there.q_values(obs), q_values(here, obs))
 
 
-def test_a_buffer_of_another_length_is_refused_by_its_bytes():
+def test_a_parameter_buffer_of_another_length_is_refused():
     network = build()
     with pytest.raises(ConfigError, match=f"{4 * network.num_parameters} bytes, got 12"):
         network.load_flat(bytes(12))
 
 
-def test_a_copy_shares_no_memory():
-    network = build()
-    twin = network.copy()
-    twin.flat.zero_()
-    twin.refresh()
-    assert not np.any(q_values(twin, images(2)))
-    assert np.all(q_values(network, images(2)))
-
-
-def test_equal_seeds_make_equal_networks():
-    assert torch.equal(build(seed=3).flat, build(seed=3).flat)
-    assert not torch.equal(build(seed=3).flat, build(seed=4).flat)
-
-
-def test_the_smallest_image_works_and_one_less_is_refused():
+def test_the_smallest_image_works_and_unsuitable_input_is_refused():
     for side in (36, 35, 16, 15, 7):
         network = build(obs_shape=(1, side, side))
         assert q_values(network, images(1, (1, side, side))).shape == (1, 3)
     for shape in ((1, 6, 36), (84, 84, 4)):
         with pytest.raises(ConfigError, match=r"at least 7 pixels.*FlattenObservation"):
             build(obs_shape=shape)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"precision": "int8"}, "auto, float32 or bfloat16, got 'int8'"),
-        ({"obs_shape": (0,), "obs_dtype": np.float32}, "at least one element"),
-    ],
-)
-def test_what_no_network_fits_is_said(change, message):
-    with pytest.raises(ConfigError, match=message):
-        build(**change)
+    with pytest.raises(ConfigError, match="int8"):
+        build(precision="int8")
+    with pytest.raises(ConfigError, match=r"\(0,\)"):
+        build(obs_shape=(0,), obs_dtype=np.float32)
 
 
 def test_observations_of_another_shape_are_refused():
@@ -164,7 +128,7 @@ def test_observations_of_another_shape_are_refused():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_packed_network_answers_as_before_and_follows_new_parameters(precision):
+def test_a_packed_network_gives_the_same_values_and_follows_new_parameters(precision):
     plain, packed = build(precision=precision), build(precision=precision)
     for value in (0.5, 2.0):
         for network in (plain, packed):
@@ -178,7 +142,7 @@ def test_a_packed_network_answers_as_before_and_follows_new_parameters(precision
 
 @pytest.mark.parametrize("stride", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fused_layer_and_its_gradients_are_the_plain_ones(stride, dtype, monkeypatch):
+def test_a_fused_layer_and_its_gradients_match_plain_operators(stride, dtype, monkeypatch):
     if not fused.AVAILABLE:
         pytest.skip("torch was built without oneDNN")
     shape, weights = ((3, 4, 9, 9), (5, 4, 3, 3)) if stride else ((3, 7), (5, 7))

@@ -1,4 +1,4 @@
-"""The trial of threads, and threads that follow idle cores, on clocks that only steps move."""
+"""The trial of threads, and threads that follow idle cores, on a simulated clock."""
 
 import pytest
 
@@ -31,7 +31,9 @@ class Machine:
         ({1: 0.1, 2: 0.2}, 47, 1),  # beside busy actors
     ],
 )
-def test_the_fastest_team_is_taken_and_set(seconds: dict[int, float], most: int, best: int) -> None:
+def test_the_fastest_number_of_threads_is_set(
+    seconds: dict[int, float], most: int, best: int
+) -> None:
     machine = Machine(seconds)
     assert machine.fastest(most) == best
     assert machine.threads == best
@@ -64,9 +66,9 @@ class Run:
         self.threads = threads
         self.tried.append(threads)
 
-    def learn(self, seconds: float, share: float = 1.0) -> int:
-        """Learn for so long, `share` of the time; returns steps."""
-        end_s, steps = self.now_s + seconds, 0
+    def learn(self, seconds: float, share: float = 1.0) -> None:
+        """Learn for so long, `share` of the time."""
+        end_s = self.now_s + seconds
         while self.now_s < end_s:
             has = min(self.threads, self.cores - min(self.actors, self.cores / 2))
             took_s = 0.1 / (1 + self.gain * (has - 1)) / share
@@ -74,34 +76,10 @@ class Run:
             used = share * (1 + self.use * (has - 1))
             self.used_s += used * took_s
             self.idle_s += max(0.0, self.cores - self.actors - used) * took_s
-            steps += 1
             self.team.look()
-        return steps
 
 
-def test_a_core_that_actors_leave_idle_is_the_learners() -> None:
-    run = Run(actors=0.2)
-    before, _, after = run.learn(9), run.learn(30), run.learn(9)
-    assert run.tried == [2]
-    assert after > 1.7 * before
-
-
-def test_on_many_cores_threads_are_added_one_by_one_and_never_more_than_cores() -> None:
-    run = Run(cores=6, actors=2.0)
-    run.learn(300)
-    assert run.tried == [2, 3, 4]
-    alone = Run(cores=3)
-    alone.learn(300)
-    assert alone.tried == [2, 3]
-
-
-def test_a_team_that_waits_for_its_parts_keeps_its_thread_while_others_need_none() -> None:
-    run = Run(actors=0.3, gain=0.2, use=0.4)
-    run.learn(100)
-    assert run.tried == [2]
-
-
-def test_actors_that_need_the_core_again_get_it_back() -> None:
+def test_a_core_goes_back_to_actors_that_need_it() -> None:
     run = Run(actors=0.2)
     run.learn(30)
     run.actors = 1.0
@@ -112,21 +90,28 @@ def test_actors_that_need_the_core_again_get_it_back() -> None:
     assert run.tried == [2, 1, 2]
 
 
-def test_busy_actors_leave_the_learner_the_thread_that_it_has() -> None:
-    run = Run(actors=1.0)
-    run.learn(100)
-    assert run.tried == []
+@pytest.mark.parametrize(
+    ("options", "share", "tried"),
+    [
+        ({"actors": 0.2}, 1.0, [2]),
+        ({"actors": 1.0}, 1.0, []),  # no core idles
+        ({"actors": 0.5}, 0.5, []),  # the learner waits for batches
+        ({"actors": 0.3, "gain": 0.2, "use": 0.4}, 1.0, [2]),  # its threads wait for each other
+        ({"actors": 2.0, "cores": 6}, 1.0, [2, 3, 4]),
+        ({"cores": 3}, 1.0, [2, 3]),
+    ],
+)
+def test_an_idle_core_becomes_a_thread_of_a_busy_learner(
+    options: dict[str, float], share: float, tried: list[int]
+) -> None:
+    run = Run(**options)  # type: ignore[arg-type]
+    run.learn(200, share)
+    assert run.tried == tried
 
 
-def test_a_thread_that_gains_nothing_is_given_back_and_not_tried_for_minutes() -> None:
+def test_a_thread_that_gains_nothing_is_given_back_and_retried_after_minutes() -> None:
     run = Run(actors=0.2, gain=0.02)
     run.learn(200)
     assert run.tried == [2, 1]
     run.learn(300)
     assert run.tried == [2, 1, 2, 1]
-
-
-def test_a_learner_that_waits_for_batches_gets_no_more_threads() -> None:
-    run = Run(actors=0.5)
-    run.learn(100, share=0.5)
-    assert run.tried == []
