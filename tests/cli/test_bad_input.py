@@ -19,7 +19,8 @@ import pytest
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.run import checkpoints, supervisor, train
+from zapex.machine import supervisor
+from zapex.run import checkpoints, train
 
 TOY = "tests.support.toy_env"
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]

@@ -12,7 +12,8 @@ import pytest
 
 import zapex
 from zapex.errors import CheckpointError, ConfigError
-from zapex.run import checkpoints, supervisor
+from zapex.machine import supervisor
+from zapex.run import checkpoints
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {

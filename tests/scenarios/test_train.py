@@ -290,7 +290,7 @@ IMPATIENT = """
 import functools, sys
 from zapex.cli import main as cli
 from zapex.run import parent
-from zapex.run.supervisor import RestartPolicy
+from zapex.machine.supervisor import RestartPolicy
 policy = RestartPolicy(first_s=0.05, most_short_starts=2)
 parent.Supervisor = functools.partial(parent.Supervisor, policy=policy)
 sys.exit(cli.main(sys.argv[1:]))

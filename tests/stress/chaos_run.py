@@ -39,7 +39,7 @@ from tests.stress.chaos_roles import (
 from tests.stress.chaos_updates import is_of
 from zapex.chunks.layout import COMMITTED as STATE_COMMITTED
 from zapex.chunks.layout import COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
-from zapex.run.supervisor import (
+from zapex.machine.supervisor import (
     Died,
     Exited,
     GaveUp,

@@ -35,9 +35,9 @@ from zapex.config.settings import Config
 from zapex.envs.environments import EnvironmentSpec
 from zapex.machine.child import thread_environment
 from zapex.machine.segment import Segment
+from zapex.machine.supervisor import Died, ProcessSpec, Started, Supervisor
 from zapex.run.child import Order
 from zapex.run.run import Run
-from zapex.run.supervisor import Died, ProcessSpec, Started, Supervisor
 from zapex.run.topologies import Start, make_core, make_replay
 from zapex.shm_transport import HostMemory
 

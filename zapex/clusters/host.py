@@ -24,7 +24,7 @@ from zapex.errors import ConfigError
 from zapex.machine.child import PARENT_VARIABLE, child_setup
 from zapex.machine.disk import replace_whole
 from zapex.machine.resources import CORES_VARIABLE
-from zapex.run.supervisor import Died, Exited, GaveUp, ProcessSpec, Supervisor, status_in_words
+from zapex.machine.supervisor import Died, Exited, GaveUp, ProcessSpec, Supervisor, status_in_words
 
 SETTINGS, FACTS, KEYS = "run.toml", "launch.json", "keys"
 URL, OVER = "replay.url", "over"

@@ -26,6 +26,7 @@ from zapex.library.prioritized import OwnedReplay
 from zapex.machine.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.machine.memory import align
 from zapex.machine.segment import Populator, Segment
+from zapex.machine.supervisor import GaveUp, ProcessSpec, Supervisor
 from zapex.net.addresses import check_free
 from zapex.net.keys import Security
 from zapex.net.server import End, LinkServer
@@ -33,7 +34,6 @@ from zapex.net.sessions import Session
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import METHODS
 from zapex.replay.limiter import RateLimiter
-from zapex.run.supervisor import GaveUp, ProcessSpec, Supervisor
 from zapex.wire.batches import BatchPacker, packed_bytes
 from zapex.wire.compression import check_compresses
 from zapex.wire.messages import BULK, PRESENT, SMALL, Call, Reply, Request

@@ -1,1 +1,1 @@
-"""The lowest layer: the compiler, atomics, memory, layouts, waiting."""
+"""What the code stands on: the compiler, atomics, memory, waiting, child processes."""

@@ -18,11 +18,11 @@ from zapex.host.plan import NOTICE
 from zapex.host.roster import SaveWords
 from zapex.machine.child import DONE, thread_environment
 from zapex.machine.segment import Populator, Segment, interleaved
+from zapex.machine.supervisor import Died, Event, Exited, GaveUp, ProcessSpec, Started, Supervisor
 from zapex.run.child import Order
 from zapex.run.collector import Caller, Collector, Ending
 from zapex.run.keeping import SaveDeadline
 from zapex.run.run import Clock, Run
-from zapex.run.supervisor import Died, Event, Exited, GaveUp, ProcessSpec, Started, Supervisor
 from zapex.run.topologies import Start, make_role, most_learner_threads, totals_of
 from zapex.shm_transport import HostMemory
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from zapex.machine.child import DONE
-from zapex.run.supervisor import (
+from zapex.machine.supervisor import (
     Backoff,
     Continued,
     Died,
@@ -368,7 +368,7 @@ PARENT = """
 import os, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-from zapex.run.supervisor import ProcessSpec, Supervisor
+from zapex.machine.supervisor import ProcessSpec, Supervisor
 source, count, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 with Supervisor() as supervisor:
     supervisor.install_signal_handlers()
@@ -498,8 +498,10 @@ def test_run_that_outlives_its_terminal_notes_the_hangup():
 
 
 def test_supervisor_imports_nothing_large():
-    code = "import sys, zapex.run.supervisor\nprint({'numpy', 'numba', 'torch'} & {*sys.modules})"
-    printed = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=30)
+    code = "import sys, zapex.machine.supervisor; print({*sys.modules} & {*sys.argv})"
+    large = ["numpy", "numba", "torch"]
+    command = [sys.executable, "-c", code, *large]
+    printed = subprocess.check_output(command, text=True, timeout=30)
     assert printed == "set()\n"
 
 
