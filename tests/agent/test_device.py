@@ -33,9 +33,15 @@ VECTORS = Schema({"obs": Column((5,), np.float32), "action": Column((), np.int64
 def dqn_on(device: str, schema: Schema = IMAGES, **options: Any) -> DQN:
     column = schema.obs_columns["obs"]
     network = networks.build(
-        column.value_shape, np.dtype(column.dtype).type, ACTIONS, hidden=16, channels=4,
-        precision="float32", device=device, seed=3,
-    )  # fmt: skip
+        column.value_shape,
+        np.dtype(column.dtype).type,
+        ACTIONS,
+        hidden=16,
+        channels=4,
+        precision="float32",
+        device=device,
+        seed=3,
+    )
     return DQN(network, **{"lr": 1e-3, "target_period": 4, "largest": 2.0**32, **options})
 
 
@@ -102,10 +108,17 @@ def learned(
     source, pinned = Source(steps), dqn.online.device.type == "cuda"
     any_dqn: Any = dqn
     learner = made.Learner(
-        any_dqn, source, Parameters(), [Batch.empty(layout, pinned) for _ in range(made.batches)],
+        any_dqn,
+        source,
+        Parameters(),
+        [Batch.empty(layout, pinned) for _ in range(made.batches)],
         RoleMetrics(bytearray(RoleMetrics.required_bytes()), "learner", create=True),
-        NoCheckpoints(), prefetch=3, publish_period_s=1e9, clock_s=lambda: 0.0, trainer=trainer,
-    )  # fmt: skip
+        NoCheckpoints(),
+        prefetch=3,
+        publish_period_s=1e9,
+        clock_s=lambda: 0.0,
+        trainer=trainer,
+    )
     while learner.do_work():
         pass
     return source.updates
@@ -127,9 +140,11 @@ def check_learned(queues: Any, steps: int, modules: Any = None, **options: Any) 
 
 
 OPTIONS: Sequence[dict[str, Any]] = [
-    {"optimiser": "adam"}, {"optimiser": "rmsprop"}, {"loss": "squared", "max_grad_norm": 0.01},
+    {"optimiser": "adam"},
+    {"optimiser": "rmsprop"},
+    {"loss": "squared", "max_grad_norm": 0.01},
     {"schema": VECTORS},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -159,9 +174,7 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
     "the host does not wait": {
         DEVICE: [("self.queues.host_waits(ticket.landed)  # WAIT", "pass  #")]
     },
-    "the buffers do not take turns": {
-        DEVICE: [("self._next = (self._next + 1) % _SEATS", "pass")]
-    },
+    "the buffers do not take turns": {DEVICE: [("self._next = (self._next + 1) % _SEATS", "pass")]},
     "one buffer": {DEVICE: [NO_CHECK, ("self._next = (self._next + 1) % _SEATS", "pass")]},
     "a buffer too few": {DEVICE: [("late = 1", "late = 2")]},
     "a buffer is swapped early": {DEVICE: [NO_CHECK, ("late = 1", "late = 2")]},
@@ -173,17 +186,18 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
     },
     "the target does not wait for the step": {
         DEVICE: [
-            ("queues.compute(lambda enter: self._dqn.renew_target())",
-             "x = self._dqn.renew_target()")
+            (
+                "queues.compute(lambda enter: self._dqn.renew_target())",
+                "x = self._dqn.renew_target()",
+            )
         ]
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_wait_is_noticed(name: str) -> None:
-    made = {module: mutant(module, *MUTANTS[name].get(module, [])) for module in
-            (DEVICE, LEARNER)}  # fmt: skip
+    made = {module: mutant(module, *MUTANTS[name].get(module, [])) for module in (DEVICE, LEARNER)}
     modules = types.SimpleNamespace(
         Device=made[DEVICE].Device,
         Pipeline=made[DEVICE].Pipeline,
@@ -292,9 +306,15 @@ def test_a_gpus_phases_are_timed(graphs: bool) -> None:
 def acting(queues: Any, schema: Schema, precision: str = "float32") -> DevicePolicy:
     column = schema.obs_columns["obs"]
     network = networks.build(
-        column.value_shape, np.dtype(column.dtype).type, ACTIONS, hidden=16, channels=4,
-        precision=precision, device=str(queues.device), seed=3,
-    )  # fmt: skip
+        column.value_shape,
+        np.dtype(column.dtype).type,
+        ACTIONS,
+        hidden=16,
+        channels=4,
+        precision=precision,
+        device=str(queues.device),
+        seed=3,
+    )
     return DevicePolicy(network, queues, ROWS, np.dtype(column.dtype))
 
 

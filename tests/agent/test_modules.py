@@ -97,11 +97,13 @@ def batch(rows: int, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> d
     if dtype == "uint8":
         seen = [rng.integers(0, 256, (rows, *shape), dtype=np.uint8) for _ in range(2)]
     return {
-        "obs": seen[0], "next_obs": seen[1], "action": rng.integers(3, size=rows),
+        "obs": seen[0],
+        "next_obs": seen[1],
+        "action": rng.integers(3, size=rows),
         "reward": rng.normal(size=rows).astype(np.float32),
         "discount": np.full(rows, 0.9, np.float32),
         "weights": rng.random(rows).astype(np.float32),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("optimiser", ["adam", "rmsprop"])
@@ -203,9 +205,14 @@ def test_impala_learns_from_images_and_can_be_written_as_onnx(
 
 @pytest.mark.parametrize(
     "switches",
-    [{"dueling": False}, {"layer_norm": True}, {"max_pool": 2}, {"max_pool": 50},
-     {"dueling": False, "layer_norm": True, "max_pool": 3}],
-)  # fmt: skip
+    [
+        {"dueling": False},
+        {"layer_norm": True},
+        {"max_pool": 2},
+        {"max_pool": 50},
+        {"dueling": False, "layer_norm": True, "max_pool": 3},
+    ],
+)
 @pytest.mark.parametrize("shape", [(2, 40, 44), (1, 10, 12), (3, 20, 24), (5,)])
 def test_options_of_the_built_in_network_match_torchs_layers(
     switches: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
@@ -244,9 +251,11 @@ def test_options_of_the_built_in_network_match_torchs_layers(
 
 @pytest.mark.parametrize(
     ("shape", "says"),
-    [((3, 6, 40), "at least 7 pixels.*FlattenObservation"),
-     ((3, 480, 640), "zapex.envs.wrappers:Grey84, or give --max-pool 6")],
-)  # fmt: skip
+    [
+        ((3, 6, 40), "at least 7 pixels.*FlattenObservation"),
+        ((3, 480, 640), "zapex.envs.wrappers:Grey84, or give --max-pool 6"),
+    ],
+)
 def test_an_unsuitable_image_size_names_the_wrapper(shape: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         networks.build(shape, np.uint8, 3, 8, device="cpu")
@@ -258,8 +267,10 @@ def test_targets_are_those_of_the_papers() -> None:
     rows = batch(64)
     found = {}
     for name, options in {
-        "double": {}, "plain": {"double": False}, "munchausen": {"munchausen": True},
-    }.items():  # fmt: skip
+        "double": {},
+        "plain": {"double": False},
+        "munchausen": {"munchausen": True},
+    }.items():
         dqn = DQN(networks.build((4,), np.float32, 3, 8, device="cpu", seed=1), **options)
         dqn.target.load_flat(networks.build((4,), np.float32, 3, 8, device="cpu", seed=2).flat)
         online, target = (

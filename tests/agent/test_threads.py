@@ -58,9 +58,13 @@ class Run:
         self.now_s = self.idle_s = self.used_s = 0.0
         self.threads, self.tried = 1, []
         self.team = IdleCores(
-            1, cores, idle_s=lambda: self.idle_s, used_s=lambda: self.used_s,
-            set_threads=self.set_threads, clock_s=lambda: self.now_s,
-        )  # fmt: skip
+            1,
+            cores,
+            idle_s=lambda: self.idle_s,
+            used_s=lambda: self.used_s,
+            set_threads=self.set_threads,
+            clock_s=lambda: self.now_s,
+        )
 
     def set_threads(self, threads: int) -> None:
         self.threads = threads

@@ -479,10 +479,16 @@ def test_a_missing_tensor_is_named_when_a_run_resumes(tmp_path, lost):
     dqn = DQN(network())
     tensors = dqn.state_dict_tensors()
     del tensors[lost]
-    state = {"counters": dqn.counters(), "params_version": 1, "schema": {
-        "env_id": "Toy-v0", "observation_shape": [3], "observation_dtype": "float32",
-        "num_actions": 2,
-    }}  # fmt: skip
+    state = {
+        "counters": dqn.counters(),
+        "params_version": 1,
+        "schema": {
+            "env_id": "Toy-v0",
+            "observation_shape": [3],
+            "observation_dtype": "float32",
+            "num_actions": 2,
+        },
+    }
     checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), tensors, state)
     saves = RunCheckpoints(tmp_path, SPEC, 1, lambda: 0.0, 0.0, dict, str)
     with pytest.raises(CheckpointError, match=f"step-0+1.*: {lost} is missing"):

@@ -251,7 +251,7 @@ def test_frames_kept_on_the_learners_device_change_no_bit_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("env", "flags", "told"),
     [
-        (SMALL, ["cpu-tensor"], "for observations that are images"),
+        (SMALL, ["cpu-tensor"], "observations that are images"),
         (TINY_ALE, ["cuda", "--device", "cpu"], "needs a learner on cuda, but it computes on cpu"),
     ],
 )

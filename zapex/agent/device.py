@@ -47,31 +47,32 @@ class Queues(Protocol):
         """Memory of the host, uint8 [nbytes], that the device can copy from and to."""
 
     def copy_in(self, to: Tensor, source: Tensor) -> Any:
-        """Put a copy from host memory into the copier's queue. Returns the event of its end."""
+        """Queue a copy from host memory for the copier. Returns the event of its end."""
 
     def copy_out(self, to: Tensor, source: Tensor) -> Any:
-        """Put a copy to host memory into the computer's queue. Returns the event of its end."""
+        """Queue a copy to host memory for the computer. Returns the event of its end."""
 
     def compute(self, work: Callable[[Enter], object], key: int | None = None) -> None:
-        """Put work into the computer's queue.
+        """Queue work for the computer.
 
-        work: is given a function to call when a phase begins. key: the work of one key is always
-        the same work on the same memory; None: it is not.
+        Args:
+            work: called with a function to call when a phase begins.
+            key: the work of one key is always the same work on the same memory; None: it varies.
         """
 
     def computer_waits(self, event: Any) -> None:
-        """What is put into the computer's queue from now on begins after the event."""
+        """Work that is queued for the computer from now on begins after the event."""
 
     def host_waits(self, event: Any) -> None:
         """Return after the event."""
 
     def times(self, key: int) -> dict[str, float]:
-        """How long each phase of the key's last work took, in ms. It must have ended."""
+        """Milliseconds of each phase of the key's last work, which must have ended."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A batch under way. `memory` (uint8) is on the device; `out` (float32) is its result there."""
+    """A batch in progress. `memory` (uint8) and `out` (float32), its result, are on the device."""
 
     seat: int
     memory: Tensor
@@ -110,7 +111,7 @@ class Device:
         Raises RuntimeError if both seats are taken: their results were not downloaded.
         """
         if self._taken[self._next]:
-            raise RuntimeError("a batch's buffer is in use until its result was downloaded")
+            raise RuntimeError("a batch's buffer is in use until its result is downloaded")
         ticket = self._seats[self._next]
         self._taken[self._next] = True
         self._next = (self._next + 1) % _SEATS
@@ -118,11 +119,11 @@ class Device:
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """Let the computer wait for the ticket's batch; the host goes on."""
+        """Make the computer wait for the ticket's batch; the host does not wait."""
         self.queues.computer_waits(ticket.copied)  # WAIT copied
 
     def compute(self, ticket: Ticket, work: Callable[[Ticket, Enter], object]) -> None:
-        """Begin the same work as always on this ticket's memory, and then to copy its result."""
+        """Queue the usual work on this ticket's memory, and the copy of its result."""
         self.queues.compute(lambda enter: work(ticket, enter), ticket.seat)
         ticket.landed = self.queues.copy_out(ticket.landing, ticket.out)
 
@@ -133,7 +134,7 @@ class Device:
         return ticket.landing.numpy().copy()
 
     def times(self, ticket: Ticket) -> dict[str, float]:
-        """How long each phase of the ticket's work took, in ms, after its `download`."""
+        """Milliseconds of each phase of the ticket's work, after its `download`."""
         return self.queues.times(ticket.seat)
 
 
@@ -178,7 +179,7 @@ class CudaQueues:
                 self._run(work, phases)
                 return
             graph = torch.cuda.CUDAGraph()
-            # It records, and does not run. Other threads may take page-locked memory meanwhile.
+            # This records without running. Other threads may allocate page-locked memory meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(work, phases)
             self._recorded[key] = graph
@@ -226,7 +227,7 @@ class Pipeline:
     """
 
     late = 1
-    """How many batches may be under way when the next one begins."""
+    """How many batches may be in progress when the next one begins."""
 
     def __init__(
         self,

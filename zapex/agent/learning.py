@@ -288,7 +288,7 @@ class DQN:
 
 
 class _Heap:
-    """What this process has told malloc, which cannot be asked."""
+    """The malloc options that this process has set; malloc does not report them."""
 
     keeps = False  # all freed memory
 
@@ -310,9 +310,9 @@ def _prepare_this_thread() -> None:
 def memory_given_back() -> Iterator[None]:
     """Within this context large blocks come from the system, and return to it whole.
 
-    Once a DQN exists on a CPU, the heap keeps everything. Without this, a checkpoint's copies would
-    now and then find no free block that is large enough, and a run of days would grow. In a process
-    without one, glibc does so already, and nothing is changed.
+    Once a DQN exists on a CPU, the heap keeps everything. Without this context, a checkpoint's
+    copies would sometimes find no free block that is large enough, and a run of days would grow. In
+    a process without a DQN, glibc already behaves this way, and nothing is changed.
     """
     kept = _heap.keeps
     if kept:

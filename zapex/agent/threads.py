@@ -1,4 +1,4 @@
-"""How many threads a learner on a CPU is fastest with: a trial at its start, then as cores idle."""
+"""The number of threads of a learner on a CPU: from a trial at its start, then as cores idle."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 _GAIN = 0.95  # a larger team must take at most this share of the time
 _BUDGET_S = 1.0
-# Actors that wait for the learner play in leaps of some seconds: a period has several.
+# Actors that wait for the learner play in bursts of some seconds: a period has several.
 _PERIOD_S, _AGAIN_S = 10.0, 300.0
 _IDLE, _NONE, _BUSY = 0.5, 0.1, 0.8  # of a core, the same, of the threads' cores
 
@@ -19,7 +19,7 @@ def fastest(
     set_threads: Callable[[int], object] = torch.set_num_threads,
     clock_s: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """The number of threads, up to `most`, with which `step` is fastest; it is set from now on.
+    """Find and set the number of threads, up to `most`, with which `step` is fastest.
 
     It tries 1, 2, 4, ... and `most`, for about a second, and stops when more threads gain less than
     a twentieth.
@@ -41,13 +41,18 @@ def fastest(
 
 
 class IdleCores:
-    """One more thread for each core that idles, if steps gain by it; one less if cores are short.
+    """Adds a thread for each idle core if steps become faster; removes one if cores are short.
 
-    A learner that is the bottleneck keeps actors waiting, and the cores that they leave idle are
-    the learner's. Call `look` after each step.
+    A learner that is the bottleneck keeps actors waiting, and can use the cores that they leave
+    idle. Call `look` after each step.
 
-    threads: those that the learner begins with, and its least. most: cores of the machine. idle_s:
-    seconds that cores have idled so far, of all together. used_s: of the learner's process.
+    Args:
+        threads: the learner's first and least number of threads.
+        most: cores of the machine.
+        idle_s: seconds that cores have idled so far, all cores together.
+        used_s: CPU seconds of the learner's process so far.
+        set_threads: sets the number of threads.
+        clock_s: seconds from any origin.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class IdleCores:
         self.threads = self._least = threads
         self._most, self._set_threads = most, set_threads
         self._clocks = clock_s, idle_s, used_s
-        self._slower = 0.0  # steps a second before the thread that is tried now; 0: none is
+        self._slower = 0.0  # steps a second before the thread on trial; 0: none is
         self._again_s = clock_s()  # when another may be tried
         self._steps, self._began = 0, self._read()
 
@@ -71,7 +76,7 @@ class IdleCores:
         return tuple(clock() for clock in self._clocks)
 
     def look(self) -> None:
-        """A step is over."""
+        """Count a step, and change the number of threads if it is time."""
         self._steps += 1
         if self._clocks[0]() - self._began[0] < _PERIOD_S:
             return

@@ -1,6 +1,6 @@
 """Frames on the learner's device: each chunk's are copied there once; a batch only names them.
 
-`gather` runs on the host, beside the step if asked. It writes a batch without observations: its
+`gather` runs on the host, if asked during the step. It writes a batch without observations: its
 column "frames" holds the row of each frame in the device's memory. Chunks that the device does not
 have yet are copied first, into `batch.fresh`. `complete` runs on the device, in the order of the
 batches: it puts the fresh chunks in their places and gathers the observations.
@@ -45,7 +45,7 @@ class DeviceFrames:
         columns = list(store.layout.schema.obs_columns.items())
         if len(columns) != 1 or np.dtype(columns[0][1].dtype) != np.uint8:
             raise ConfigError(
-                "--replay-device is for observations that are images: leave it out, or at cpu"
+                "--replay-device needs observations that are images: leave it out, or set it to cpu"
             )
         self._name, self._column = columns[0]
         self._store = store
@@ -56,7 +56,7 @@ class DeviceFrames:
         except torch.OutOfMemoryError:
             raise ConfigError(
                 f"--replay-device needs {np.prod(shape) / 2**30:.1f} GiB on {device}, which has "
-                "not so much free: lower --capacity, or leave it at cpu"
+                "less free: lower --capacity, or set --replay-device to cpu"
             ) from None
         self._pin = device.type == "cuda"
         self._there = np.zeros(store.slots, np.int64)  # the generation that the device has

@@ -73,10 +73,15 @@ def look(ask: Ask | None = None, root: Path = Path("/")) -> Gpu:
             return Gpu(driver=driver, problem=str(facts["problem"]))
         major, minor = facts["capability"]
         return Gpu(
-            str(facts["name"]), int(facts["memory_bytes"]), (int(major), int(minor)), driver,
-            str(facts["cuda"]), bool(facts["bfloat16"]), str(facts["tf32"]),
+            str(facts["name"]),
+            int(facts["memory_bytes"]),
+            (int(major), int(minor)),
+            driver,
+            str(facts["cuda"]),
+            bool(facts["bfloat16"]),
+            str(facts["tf32"]),
             multiprocessors=int(facts.get("multiprocessors", 0)),
-        )  # fmt: skip
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Gpu(driver=driver, problem=f"torch does not answer ({error})")
 
@@ -86,9 +91,13 @@ def _ask_torch() -> str:
     command = [sys.executable, "-P", "-m", "zapex.machine.gpu"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S,
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
             check=False,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         raise OSError(f"within {_ANSWER_S:g} s") from None
     lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]

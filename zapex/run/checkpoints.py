@@ -416,9 +416,13 @@ class BestNetwork:
     """
 
     def __init__(
-        self, run_dir: Path, spec: EnvironmentSpec, network: "Network", report: Report,
+        self,
+        run_dir: Path,
+        spec: EnvironmentSpec,
+        network: "Network",
+        report: Report,
         config: LearnerConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._policy = _made_with(spec, config or LearnerConfig())
         self._run_dir, self._spec, self._network = run_dir, spec, network
         self._report = report
