@@ -156,7 +156,7 @@ def test_flags_override_the_file_the_preset_and_the_defaults(
     flags = [*SMALL, "--config", str(file), "--lr", "0.25", "--seed=2k"]
     assert cli.main(["config", *flags]) == 0
     reasons = dict(re.findall(r"^#  --(\S+) +\S+  (.+)$", capsys.readouterr().out, re.M))
-    assert reasons["lr"] == "you gave it"
+    assert reasons["lr"] == reasons["preset"] == "you gave it"
     assert reasons["batch-size"] == f"from {file}"
     assert "tiny" in reasons["capacity"]
     assert "n-step" not in reasons

@@ -138,10 +138,11 @@ def _layered(
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
     machine = _machine(part, values | given, ask_torch)
+    reason = "you gave it" if "preset" in given else f"from {path}"
     preset = given.pop("preset", values.pop("preset", "auto"))
     task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
 
-    layers = Layers(presets.choose(preset, task, machine, part.name))
+    layers = Layers(presets.choose(preset, task, machine, part.name, reason))
     layers.put(values, f"from {path}")
     changed = layers.put(given, "you gave it")
     if balanced:

@@ -229,7 +229,9 @@ def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
     return f"What to expect: about {frames} frames on two cores; this game was not measured."
 
 
-def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict[str, Choice]:
+def choose(
+    preset: str, task: Task, machine: Machine, part: str = "all", reason: str = "chosen"
+) -> dict[str, Choice]:
     """A preset's values by setting name; `auto` becomes a named preset.
 
     What the hosts of a run must agree on does not depend on the machine.
@@ -239,6 +241,7 @@ def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict
         task: the environment's schema and kind.
         machine: this host.
         part: the part of a run on several hosts that runs here.
+        reason: for the preset itself, unless it is "auto".
 
     Raises:
         ConfigError: no preset has this name.
@@ -252,10 +255,10 @@ def choose(preset: str, task: Task, machine: Machine, part: str = "all") -> dict
         preset = "workstation" if machine.learns_on_gpu or machine.cores > 4 else "laptop"
         chosen["preset"] = Choice(preset, f"this machine has {machine}")
     else:
-        chosen["preset"] = Choice(preset, "asked for")
+        chosen["preset"] = Choice(preset, reason)
     table = TABLE[chosen["preset"].value, "image" if task.image else "vector"]
-    for name, (value, reason) in table.items():
-        chosen[name] = Choice(value(host) if callable(value) else value, reason)
+    for name, (value, why) in table.items():
+        chosen[name] = Choice(value(host) if callable(value) else value, why)
     if task.atari:
         chosen["reward_clip"] = Choice(True, "Atari scores differ a thousandfold between games")
     else:
