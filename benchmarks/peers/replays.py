@@ -2,16 +2,15 @@
 
     python -m benchmarks.peers.replays NAME@N_STEP CAPACITY SWEEP_BYTES
 
-answers each line "BATCH CALLS" with CALLS rows [sample ns, update ns]. Everybody is given the same
-frames, one long stream of them, and does the same work: draw BATCH transitions (s, a, n-step
-return, s') by priority with their weights, as arrays, then give them new priorities. s' is n steps
-after s. Before each of the two the caches are swept (but see Reverb). Nobody but zapex can fill
-arrays of before; "zapex, new" makes new ones as all others do.
+answers each line "BATCH CALLS" with CALLS rows [sample ns, update ns]. All get the same frames, one
+long stream of them, and do the same work: draw BATCH transitions (s, a, n-step return, s') by
+priority with their weights, as arrays, then give them new priorities. s' is n steps after s. Before
+each of the two the caches are swept (but see Reverb). Only zapex can fill given arrays; "zapex,
+new" makes new ones as all others do.
 
-Two rows are the memory's own: "roof" reads each transition's own frames, 4 and 4 of which 4 - n are
+"roof" is the memory's own row: it reads each transition's own frames, 4 and 4 of which 4 - n are
 the same, at random places of a store of the replay's size, and writes them with streaming stores,
-as zapex does; "memcpy" copies as many bytes as the batch has. Each into memory that was used before
-or ", new".
+as zapex does, into given memory or ", new".
 """
 
 import os
@@ -284,36 +283,9 @@ class Roof:
         """Nothing: priorities are not bytes of a batch."""
 
 
-class Memcpy:
-    """As many bytes as a batch has, in one piece."""
-
-    package = "numpy"
-
-    def __init__(self, capacity, n_step, reused=True):
-        self.reused, self.source, self.out = reused, np.zeros(0, np.uint8), np.zeros(0, np.uint8)
-
-    def sample(self, n):
-        nbytes = n * 2 * STACK * SIDE * SIDE
-        assert len(self.source) == nbytes, "prepare() comes first"
-        if not self.reused:
-            self.out = np.empty(nbytes, np.uint8)
-        np.copyto(self.out, self.source)
-        return range(n)
-
-    def prepare(self, n):
-        nbytes = n * 2 * STACK * SIDE * SIDE
-        if len(self.source) != nbytes:
-            self.source, self.out = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-
-    def update(self, indices, priorities):
-        """Nothing: priorities are not bytes of a batch."""
-
-
 CONTENDERS = {
     "roof": Roof,
     "roof, new": partial(Roof, reused=False),
-    "memcpy": Memcpy,
-    "memcpy, new": partial(Memcpy, reused=False),
     "zapex": Zapex,
     "zapex, new": partial(Zapex, reused=False),
     "cpprb": Cpprb,
@@ -323,7 +295,7 @@ CONTENDERS = {
     "tianshou": Tianshou,
     "reverb": Reverb,
 }
-OURS = tuple(name for name in CONTENDERS if name.startswith(("roof", "memcpy", "zapex")))
+OURS = tuple(name for name in CONTENDERS if name.startswith(("roof", "zapex")))
 """Who needs no other library."""
 
 
@@ -334,7 +306,6 @@ def measure(replay, sweep, batch, calls):
         sampled = updated = 0
         for _ in range(pairs_a_call):
             new = rng.random(batch) + 1e-6
-            getattr(replay, "prepare", int)(batch)
             if pairs_a_call == 1:
                 sweep()
             start = time.perf_counter_ns()

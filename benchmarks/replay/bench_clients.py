@@ -150,15 +150,18 @@ def owner(pipe: Connection) -> None:
 
 
 @contextlib.contextmanager
-def served(folder: Path, count: int) -> Iterator[list[str]]:
-    """So many served replays of the same capacity together; their URLs."""
+def served(
+    folder: Path, count: int = 1, capacity: int = CAPACITY, writers: int = 4
+) -> Iterator[list[str]]:
+    """So many served replays, of this capacity together; their URLs."""
     schema_file = folder / "schema.json"
     schema_file.write_text(SCHEMA.to_json())
     urls, servers = [f"ipc://{folder}/{count}-{i}" for i in range(count)], []
     try:
         for url in urls:
             command = [sys.executable, "-m", "zapex", "replay", "--schema", str(schema_file)]
-            command += ["--listen", url, "--capacity", str(CAPACITY // count), "--writers", "4"]
+            command += ["--listen", url, "--capacity", str(capacity // count)]
+            command += ["--writers", str(writers)]
             servers.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
         yield urls
     finally:
@@ -182,7 +185,7 @@ def measure(rounds: int, calls: int) -> dict[str, dict[str, dict[str, float]]]:
             held.callback(process.kill)
             return mine
 
-        (url,) = held.enter_context(served(folder, 1))
+        (url,) = held.enter_context(served(folder))
         urls = held.enter_context(served(folder, SHARDS))
         owning = begin(owner)  # it ends when this end is closed
         handle = owning.recv()

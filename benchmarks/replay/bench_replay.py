@@ -33,7 +33,7 @@ from zapex import Column, PrioritizedReplay, Schema
 BATCH, ROWS = 512, 64
 FRAMES = 4096
 _ROTATING = 64  # inputs of 3.6 MB (extend) and 1.8 (add): more than any cache of ours
-REUSES = ("zapex", "roof", "memcpy")
+REUSES = ("zapex", "roof")
 """Contenders that fill a given batch; the others make new arrays."""
 
 
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peers = dict.fromkeys(CONTENDERS, options.peers_python) | pythons
         pythons = {**peers, "reverb": options.reverb_python}
     capacity = 2048 if options.quick else options.capacity
-    keeping = {n: p for n, p in pythons.items() if not n.startswith(("roof", "memcpy", "zapex,"))}
+    keeping = {n: p for n, p in pythons.items() if not n.startswith(("roof", "zapex,"))}
     if options.quick:
         keeping = {"zapex": sys.executable}
     results = {

@@ -17,42 +17,47 @@ and p90 of the rounds. An exponent is the slope of the medians on a plot with tw
 anew each round; what the machine has no room for is left out and told.
 """
 
+import contextlib
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+import zapex
 from benchmarks.peers.replays import SIDE, STACK
-from benchmarks.replay.crowds import ACTOR_STREAMS, by_handle, by_url
+from benchmarks.replay.bench_clients import SCHEMA, served
 from benchmarks.support.harness import (
     Rounds,
     arguments,
     clock_ns,
-    goal,
     in_rounds,
     write_json,
 )
 from benchmarks.support.machine import ROOT
-from zapex import Column, PrioritizedReplay, Schema
+from zapex import PrioritizedReplay
 
 CAPACITIES = [2**n for n in range(14, 22)]
 BATCHES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 ACTORS, CLIENTS = [1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32, 64]
 BATCH, STREAMS, MIDDLE = 512, 64, 2**17
 BYTES_A_TRANSITION = 8_200
-SCHEMA = Schema(
-    {"obs": Column((SIDE, SIDE), np.uint8, STACK), "action": Column((), np.int64)}, n_step=3
-)
-CROWDS = {"by handle": by_handle, "by URL": by_url}
+ACTOR_STREAMS, SAMPLE = 8, 32
+# Of "add": the streams of 16 actors still have chunks of 64 transitions, as those of one have.
+CROWD_CAPACITY = {"add": 131_072, "sample": 16_384}
+_DEADLINE_S = 300.0
+_WARM_UP = 20
+_KEPT = 20_000  # times of a client, the first ones
 _ROTATING = 64
 _POINTS = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "p99.9": 99.9}
 
@@ -222,7 +227,7 @@ def _in_fresh_process(*words: object) -> dict[str, Any]:
 def _cell(what: str, *words: str) -> dict[str, Any]:
     if what in CROWDS:
         work, count, seconds = words
-        return CROWDS[what](work, int(count), float(seconds), SCHEMA)
+        return CROWDS[what](work, int(count), float(seconds))
     if what == "snapshot":
         return save_and_load(int(words[0]))
     capacity, calls = map(int, words)
@@ -231,6 +236,171 @@ def _cell(what: str, *words: str) -> dict[str, Any]:
     # Slots that are being written or rest in quarantine hold nothing: a few chunks a stream.
     assert min(before, full.live()) > 0.5 * capacity, "it was to be full"
     return found
+
+
+# Many clients of one replay: forked before this process has threads; all begin at the same moment.
+
+
+@cache
+def _frames() -> np.ndarray:
+    return np.random.default_rng(0).integers(1, 255, (1024, SIDE, SIDE), np.uint8)
+
+
+def _stacks(at: int, rows: int) -> np.ndarray:
+    frames = _frames()
+    return frames[(at + 61 * np.arange(rows)[:, None] + np.arange(STACK)) % len(frames)]
+
+
+def fill(replay: Any, capacity: int) -> None:
+    """Until each chunk evicts another."""
+    writer = replay.writer(ACTOR_STREAMS)
+    writer.reset(_stacks(0, ACTOR_STREAMS))
+    step = _nothing()
+    for turn in range(1, int(1.5 * capacity) // ACTOR_STREAMS):
+        writer.add(next_obs=_stacks(turn, ACTOR_STREAMS), **step)
+    writer.close()
+
+
+def _nothing() -> dict[str, Any]:
+    no = np.zeros(ACTOR_STREAMS, bool)
+    return {"action": np.zeros(ACTOR_STREAMS, np.int64), "reward": np.zeros(ACTOR_STREAMS),
+            "terminated": no, "truncated": no}  # fmt: skip
+
+
+def _add(replay: Any) -> Callable[[], object]:
+    """One step of eight streams."""
+    writer = replay.writer(ACTOR_STREAMS)
+    inputs = [_stacks(turn, ACTOR_STREAMS) for turn in range(64)]
+    writer.reset(inputs[0])
+    step, turn = _nothing(), 0
+
+    def work() -> None:
+        nonlocal turn
+        turn += 1
+        writer.add(next_obs=inputs[turn % len(inputs)], **step)
+
+    return work
+
+
+def _sample(replay: Any) -> Callable[[], object]:
+    """A batch and its priorities."""
+    out, errors = replay.empty_batch(SAMPLE), np.ones(SAMPLE)
+
+    def work() -> None:
+        replay.sample(SAMPLE, 0.4, out=out)
+        replay.update_priorities(out.keys, errors)
+
+    return work
+
+
+_WORK = {"add": _add, "sample": _sample}
+
+
+def _client(pipe: Connection, what: str) -> None:
+    """Calls until it is time, each of them timed; sends how many, how long, and the times."""
+    target, schema_file = pipe.recv()
+    if schema_file:
+        replay = zapex.connect(target, schema=schema_file, timeout_s=_DEADLINE_S)
+    else:
+        replay = zapex.connect(target)
+    work = _WORK[what](replay)
+    for _ in range(_WARM_UP):
+        work()
+    pipe.send("ready")
+    seconds = pipe.recv()
+    times: list[float] = []
+    calls, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < seconds or not calls:
+        start = clock_ns()
+        work()
+        if calls < _KEPT:
+            times.append(clock_ns() - start)
+        calls += 1
+    pipe.send((calls, elapsed, times))
+    pipe.recv()  # its end is not part of anybody's time
+
+
+@contextlib.contextmanager
+def _forked(what: str, count: int) -> Iterator[list[Connection]]:
+    """The clients' pipes. They are forked first: later this process has threads."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    try:
+        for _ in range(count):
+            mine, theirs = context.Pipe()
+            pipes.append(mine)
+            processes.append(context.Process(target=_client, args=(theirs, what), daemon=True))
+            processes[-1].start()
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()  # only then is their processor time known to be ours
+
+
+def _measure(
+    pipes: Sequence[Connection], target: Any, schema_file: str, seconds: float
+) -> dict[str, Any]:
+    """All begin once the last is ready; microseconds of a call, calls a second."""
+    for pipe in pipes:
+        pipe.send((target, schema_file))
+    for pipe in pipes:
+        _receive(pipe)
+    for pipe in pipes:
+        pipe.send(seconds)
+    told = [_receive(pipe) for pipe in pipes]
+    return {
+        "call": tails(np.concatenate([one[2] for one in told])),
+        "calls_per_s": sum(calls / elapsed for calls, elapsed, _ in told),
+        "least_of_a_client": min(one[0] for one in told),
+    }
+
+
+def _receive(pipe: Connection) -> Any:
+    if not pipe.poll(_DEADLINE_S):
+        raise RuntimeError(f"a client said nothing for {_DEADLINE_S:g} s")
+    return pipe.recv()
+
+
+def _own(pipe: Connection, capacity: int, streams: int) -> None:
+    """The process behind the handle: it does nothing else."""
+    replay = PrioritizedReplay(capacity, SCHEMA, seed=0, streams=streams)
+    fill(replay, capacity)
+    pipe.send(replay.handle)
+    pipe.recv()
+
+
+def by_handle(what: str, count: int, seconds: float) -> dict[str, Any]:
+    """So many processes do it at once, through a handle. To be called in a fresh process."""
+    streams = ACTOR_STREAMS * (count if what == "add" else 1)
+    with _forked(what, count) as pipes:
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        own = theirs, CROWD_CAPACITY[what], streams
+        owner = context.Process(target=_own, args=own, daemon=True)
+        owner.start()
+        try:
+            return _measure(pipes, _receive(mine), "", seconds)
+        finally:
+            owner.kill()
+            owner.join()
+
+
+def by_url(what: str, count: int, seconds: float) -> dict[str, Any]:
+    """As by_handle, through a URL on the same host."""
+    capacity = CROWD_CAPACITY[what]
+    with contextlib.ExitStack() as held:
+        pipes = held.enter_context(_forked(what, count))
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        (url,) = held.enter_context(served(folder, 1, capacity, 2 + count))
+        schema_file = str(folder / "schema.json")
+        client = zapex.connect(url, schema=schema_file, timeout_s=_DEADLINE_S)
+        fill(client, capacity)
+        client.close()
+        return _measure(pipes, url, schema_file, seconds)
+
+
+CROWDS = {"by handle": by_handle, "by URL": by_url}
 
 
 def actors(rounds: int, quick: bool) -> dict[str, Any]:
@@ -274,7 +444,7 @@ PARTS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """Every curve, and the goal."""
+    """Every curve."""
     for part, by_call in results.items():
         for name, found in by_call.items():
             print(f"\n{part}, {name}: exponent {found.get('exponent', 'none')}")
@@ -282,11 +452,6 @@ def show(results: Mapping[str, Any]) -> None:
                 per_s = f"{found['per_s'][x]['p50']:12,.0f} a second" if "per_s" in found else ""
                 tail = "  ".join(f"{p} {v:,.1f}" for p, v in one.items() if p != "n")
                 print(f"  {int(x):9,}  {tail} us  {per_s}")
-    if "size" in results and len(results["size"]["pair"]["curve"]) > 1:
-        pair = results["size"]["pair"]["curve"]
-        small, large = min(pair, key=int), max(pair, key=int)
-        ratio = pair[large]["p50"] / pair[small]["p50"]
-        print(goal(f"sample + update at {int(large):,} over {int(small):,}", ratio, 1.3, " x"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,8 @@
     python -m benchmarks.support.compare_trees OLD NEW --bench sumtree --bench "train shares" \
         --rounds 5 --flags "--quick" --json FILE
 
-Each checkout has its own environment in .venv. The order of the two changes every round. A figure
+A benchmark with another name in the new checkout is OLD=NEW, as "train shares=train speed". Each
+checkout has its own environment in .venv. The order of the two changes every round. A figure
 counts as worse where its new median lies beyond the old rounds' p10..p90 and the old median lies
 beyond the new rounds' p10..p90, both in the direction that is bad for it.
 """
@@ -76,7 +77,7 @@ def compare(old: list[float], new: list[float], more_is_better: bool) -> dict[st
 
 
 def main() -> int:
-    """Run, compare, tell. Returns 1 where a figure is worse by more than its spread."""
+    """Run and compare. Returns 1 if a figure is worse by more than its spread."""
     parser = argparse.ArgumentParser(description="Compare two checkouts by their benchmarks.")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
@@ -90,11 +91,12 @@ def main() -> int:
     results: dict[str, Any] = {}
     watch = Watch()
     for bench in options.bench:
+        names = dict(zip(trees, 2 * bench.split("="), strict=False))
         seen: dict[str, dict[str, list[float]]] = {"old": {}, "new": {}}
         for turn in range(options.rounds):
             for side in sorted(trees, reverse=bool(turn % 2)):
                 print(f"{bench}: round {turn + 1} of {options.rounds}, {side}", flush=True)
-                found = run_once(trees[side], bench, options.flags, options.timeout_s)
+                found = run_once(trees[side], names[side], options.flags, options.timeout_s)
                 for path, value in found.items():
                     seen[side].setdefault(path, []).append(value)
         results[bench] = {

@@ -149,14 +149,6 @@ def _pin(core: str) -> int:
     return int(core)
 
 
-def goal(text: str, value: float, limit: float, unit: str = "", least: bool = False) -> str:
-    """One line: what was wanted, what came out."""
-    met = value >= limit if least else value <= limit
-    sign = "at least" if least else "at most"
-    verdict = "met" if met else "MISSED"
-    return f"  goal {verdict}: {text} {value:.4g}{unit}, wanted {sign} {limit:g}{unit}"
-
-
 def write_json(
     options: argparse.Namespace, benchmark: str, results: Mapping[str, Any], *,
     rounds: int | None,
@@ -199,4 +191,16 @@ def add_json(
 def put_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write a result, in a directory that may be new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(dumped(report) + "\n")
+
+
+def dumped(value: Any, indent: int = 0) -> str:
+    """JSON in which what fits stands on one line."""
+    flat, pad = json.dumps(value), " " * indent
+    if len(flat) + indent <= 110 or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, dict):
+        items = [f"{pad} {json.dumps(k)}: {dumped(v, indent + 1)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(items) + f"\n{pad}}}"
+    rows = [f"{pad} {dumped(one, indent + 1)}" for one in value]
+    return "[\n" + ",\n".join(rows) + f"\n{pad}]"

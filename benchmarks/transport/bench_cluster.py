@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.support.harness import arguments, goal, joined, median, write_json
+from benchmarks.support.harness import arguments, joined, median, write_json
 from benchmarks.support.machine import ROOT
 from tests.support import netns
 from zapex.net import keys as curve_keys
@@ -59,7 +59,6 @@ WINDOWS = 5
 _LIBZMQ = "ZMQbg"  # how its threads are named
 START_S = 240.0
 SETTLE_S = 10.0
-GOAL = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,8 +251,7 @@ def _show(name: str, found: dict[str, Any]) -> None:
         print(f"  {role}: {busy['communication']:.1%} of its processor time is communication, "
               f"{busy['libzmq']:.1%} libzmq's threads")  # fmt: skip
     for role, share in found["communication"].items():
-        print(goal(f"{role}'s communication", 100 * share, 100 * GOAL, " %"))
-    print(goal("learner's waiting", 100 * found["shares"]["learner"]["wait"], 5, " %"))
+        print(f"  {role}'s communication {share:.1%}")
     if found["machine_busy"] > 0.8:
         print("  above 80 % load: what waits for a core counts as communication too")
 
