@@ -10,6 +10,7 @@ processor differ; compare the ratios. Exit code 1 if a command failed.
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -209,7 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  doubt: {doubt}", flush=True)
         for headline in one.headlines:
             published = f"{headline.figure(load(one.name)):.4g}"
-            lines.append(f"{published:>10} {seen(headline, whole):>10}  {headline.text}")
+            text = re.sub(r"{.*?}", "...", headline.text)
+            lines.append(f"{published:>10} {seen(headline, whole):>10}  {text}")
             print(f"  published, seen: {lines[-1]}", flush=True)
     print(f"\n{'published':>10} {'seen':>10}\n" + "\n".join(lines))
     return int(failed)
