@@ -429,11 +429,9 @@ def test_a_relay_that_ignores_its_credit_is_not_given_more_slots(place: Place) -
 
     def turn() -> None:
         relay.link.do_work()
-        states = server.server.actor_states([0])
-        states["credit_bytes"] = 1 << 40
-        take(m.Ack(states))
+        take(m.Ack(server.server.actor_states([0], lambda actor: 1 << 40)))
         relay.sender.do_work()
-        server.server.do_work()
+        server.server.do_work(server.source.handlers, server.source.credit_bytes)
 
     until(lambda: server.source.counts["uncredited"] > 0, turn, "pushes beyond the credit")
     assert server.source.counts["chunks"] <= 2 * STREAMS
