@@ -160,8 +160,7 @@ def _open(w: Any, stream: Any, state: Any, mem: Any) -> bool:
 
 
 @kernel
-def _room(i: int, frames: int, rows: int, w: Any, stream: Any, state: Any,
-          mem: Any) -> bool:  # fmt: skip
+def _room(i: int, frames: int, rows: int, w: Any, stream: Any, state: Any, mem: Any) -> bool:
     """Make room for `frames` and `rows`, if needed in a new slot; false if there is none."""
     if stream.slot != NO_SLOT:
         if stream.frames + frames > w.max_frames and stream.rows == 0:
@@ -215,8 +214,7 @@ def begin_kernel(start: int, mask: Any, obs: Any, state: Any, mem: Any) -> int:
 
 
 @kernel
-def _take(i: int, s_t: Any, w: Any, stream: Any, state: Any, private: Any,
-          mem: Any) -> None:  # fmt: skip
+def _take(i: int, s_t: Any, w: Any, stream: Any, state: Any, private: Any, mem: Any) -> None:
     """Make the step the last pending one: its staged record and the new frame of s_t."""
     staged = w.staged + i * w.step_bytes
     record = stream.pending_records + stream.pending * w.step_bytes
@@ -259,8 +257,9 @@ def _n_step_return(first: int, m: int, gammas: int, reals: Any) -> float:
 
 
 @kernel
-def _emit(q: int, m: int, w: Any, stream: Any, state: Any, private: Any, mem: Any,
-          mem16: Any) -> None:  # fmt: skip
+def _emit(
+    q: int, m: int, w: Any, stream: Any, state: Any, private: Any, mem: Any, mem16: Any
+) -> None:
     """Write the next row: s_tm1 and a_tm1 of pending step q, and s_t, m steps later."""
     row, body = stream.rows, w.bodies + stream.slot * w.body_bytes
     s_tm1 = stream.pending_frames + q * w.stack
@@ -279,8 +278,10 @@ def _shift(done: int, w: Any, stream: Any, state: Any, reals: Any, private: Any)
     """Remove the first `done` pending steps, which were emitted, and move the others down."""
     stream.pending -= done
     frames, numbers, records = (
-        stream.pending_frames, stream.pending_numbers, stream.pending_records
-    )  # fmt: skip
+        stream.pending_frames,
+        stream.pending_numbers,
+        stream.pending_records,
+    )
     for k in range(frames, frames + (stream.pending + 1) * w.stack):
         state[k] = state[k + done * w.stack]
     for k in range(numbers, numbers + stream.pending * STEP_NUMBERS):
@@ -290,8 +291,18 @@ def _shift(done: int, w: Any, stream: Any, state: Any, reals: Any, private: Any)
 
 
 @kernel
-def add_kernel(start: int, mask: Any, flags: Any, s_t: Any, r_t: Any, value: Any,
-               next_value: Any, priority: Any, state: Any, mem: Any) -> int:  # fmt: skip
+def add_kernel(
+    start: int,
+    mask: Any,
+    flags: Any,
+    s_t: Any,
+    r_t: Any,
+    value: Any,
+    next_value: Any,
+    priority: Any,
+    state: Any,
+    mem: Any,
+) -> int:
     """Take one step of the streams in `mask`. Returns the stream that needs a slot, or S.
 
     value: Q(s_tm1, a_tm1); next_value: max Q(s_t). An empty array means: not given. Without a given
@@ -347,8 +358,18 @@ def add_kernel(start: int, mask: Any, flags: Any, s_t: Any, r_t: Any, value: Any
 
 
 @kernel
-def step_kernel(start: int, terminated: Any, truncated: Any, over: Any, ends: Any, s_t: Any,
-                r_t: Any, priority: Any, state: Any, mem: Any) -> tuple[int, bool]:  # fmt: skip
+def step_kernel(
+    start: int,
+    terminated: Any,
+    truncated: Any,
+    over: Any,
+    ends: Any,
+    s_t: Any,
+    r_t: Any,
+    priority: Any,
+    state: Any,
+    mem: Any,
+) -> tuple[int, bool]:
     """`add_kernel` for a step of a vector environment, for the streams that are not `over`.
 
     ends (S,) is written: which episodes are over after the step. Also returns whether any is. If
@@ -534,10 +555,17 @@ class ChunkBuilder:
         self._check_taken()
         flat = self._flat(next_obs)
         added = add_kernel(
-            self._added, mask, flags, flat, reward, NOTHING if value is None else value,
+            self._added,
+            mask,
+            flags,
+            flat,
+            reward,
+            NOTHING if value is None else value,
             NOTHING if next_value is None else next_value,
-            NOTHING if priority is None else priority, self._state, self._mem,
-        )  # fmt: skip
+            NOTHING if priority is None else priority,
+            self._state,
+            self._mem,
+        )
         self._added = added % self.num_streams
         return added
 
@@ -558,9 +586,17 @@ class ChunkBuilder:
         """
         self._check_taken()
         added, some = step_kernel(
-            self._added, terminated, truncated, over, ends, next_obs, reward,
-            NOTHING if priority is None else priority, self._state, self._mem,
-        )  # fmt: skip
+            self._added,
+            terminated,
+            truncated,
+            over,
+            ends,
+            next_obs,
+            reward,
+            NOTHING if priority is None else priority,
+            self._state,
+            self._mem,
+        )
         if added < 0:
             stream = -1 - added
             raise ConfigError(

@@ -117,8 +117,17 @@ def _interleave4(target: Any, a: Any, b: Any, c: Any, d: Any) -> None:
 
 
 @kernel
-def gather_innermost(mem: Any, base: int, at: Any, size: int, stack: int, item: int, zeros: Any,
-                      batch: Any, target: int) -> None:  # fmt: skip
+def gather_innermost(
+    mem: Any,
+    base: int,
+    at: Any,
+    size: int,
+    stack: int,
+    item: int,
+    zeros: Any,
+    batch: Any,
+    target: int,
+) -> None:
     """Copy one observation with the stack innermost; `at` (stack,): its frame numbers."""
     if stack == 4 and item == 1:
         f0 = zeros[:size] if at[0] == NO_FRAME else mem[base + at[0] * size :][:size]
@@ -232,8 +241,9 @@ def _count_torn(keys: Any, mem: Any, out_keys: Any) -> int:
 
 
 @kernel
-def gather_numbers_kernel(keys: Any, mem: Any, plan: Any, batch: Any, out_keys: Any,
-                          numbers: Any) -> int:  # fmt: skip
+def gather_numbers_kernel(
+    keys: Any, mem: Any, plan: Any, batch: Any, out_keys: Any, numbers: Any
+) -> int:
     """As `gather_kernel`, but of the frames only their numbers (B * 2 * stack)."""
     gather_columns(keys, mem, plan, batch, numbers)
     return _count_torn(keys, mem, out_keys)

@@ -75,14 +75,13 @@ def _is_frame(frame: int, obs: Any, i: int, j: int, w: Any, state: Any, mem: Any
         at, nbytes = (i * column.depth + k) * column.nbytes, column.nbytes
         if k >= 0 and compare_bytes(
             obs[c], at, mem, body + column.section + frame * nbytes, nbytes
-        ):  # fmt: skip
+        ):
             return False
     return True
 
 
 @kernel
-def _place(guess: int, obs: Any, i: int, j: int, w: Any, state: Any,
-           mem: Any) -> Any:  # fmt: skip
+def _place(guess: int, obs: Any, i: int, j: int, w: Any, state: Any, mem: Any) -> Any:
     """The chunk's frame for place j of observation i: the guess, a known one, or a new one.
 
     A column with a short stack has no frame at the first places. A frame's level is the shortest
@@ -123,8 +122,7 @@ def _place(guess: int, obs: Any, i: int, j: int, w: Any, state: Any,
 
 
 @kernel
-def _place_row(b: int, obs: Any, next_obs: Any, w: Any, state: Any, mem: Any,
-               mem16: Any) -> bool:  # fmt: skip
+def _place_row(b: int, obs: Any, next_obs: Any, w: Any, state: Any, mem: Any, mem16: Any) -> bool:
     """Find or store the frames of row b; false if the chunk has no room for them."""
     row, stack, n, last = w.rows, w.stack, w.n_step, w.last
     body = w.bodies + w.slot * w.body_bytes
@@ -157,9 +155,22 @@ def _place_row(b: int, obs: Any, next_obs: Any, w: Any, state: Any, mem: Any,
 
 
 @kernel
-def pack_kernel(start: int, obs: Any, next_obs: Any, staged: Any, reward: Any, discount: Any,
-                bootstrap: float, terminated: Any, magnitudes: Any, state: Any, mem: Any,
-                shard: int, indices: Any, keys: Any) -> Any:  # fmt: skip
+def pack_kernel(
+    start: int,
+    obs: Any,
+    next_obs: Any,
+    staged: Any,
+    reward: Any,
+    discount: Any,
+    bootstrap: float,
+    terminated: Any,
+    magnitudes: Any,
+    state: Any,
+    mem: Any,
+    shard: int,
+    indices: Any,
+    keys: Any,
+) -> Any:
     """Write rows from `start` on, and their keys. Returns the row that needs a new slot, or B."""
     w = record_at(state, 0, PACKER)
     headers, mem16, mem32 = mem.view(np.int64), mem.view(np.uint16), mem.view(np.float32)
@@ -262,8 +273,19 @@ class TransitionPacker:
         the index and the key of each row.
         """
         done: int = pack_kernel(
-            start, obs, next_obs, staged, reward, _NO_DISCOUNT if discount is None else discount,
-            self._bootstrap, _NO_FLAGS if terminated is None else terminated, magnitudes,
-            self._state, self._mem, shard, indices, keys,
-        )  # fmt: skip
+            start,
+            obs,
+            next_obs,
+            staged,
+            reward,
+            _NO_DISCOUNT if discount is None else discount,
+            self._bootstrap,
+            _NO_FLAGS if terminated is None else terminated,
+            magnitudes,
+            self._state,
+            self._mem,
+            shard,
+            indices,
+            keys,
+        )
         return done

@@ -29,17 +29,20 @@ def writer_words(own: str) -> RecordType:
 
 
 def new_state(
-    store: ChunkStore, record: RecordType, values: Mapping[str, int],
+    store: ChunkStore,
+    record: RecordType,
+    values: Mapping[str, int],
     parts: Mapping[str, NDArray[Any]],
-) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:  # fmt: skip
+) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
     """A writer's state over `store`, as `pack` returns it. record: made by `writer_words`."""
     sections, schema = store.layout.sections, store.layout.schema
     fields: Any = schema.step_dtype.fields
     frames = [(sections[k].offset, c.item_bytes, c.stack) for k, c in schema.obs_columns.items()]
     steps = [(sections[k].offset, dtype.itemsize, at) for k, (dtype, at, *_) in fields.items()]
     tables = {
-        "frame_columns": np.array(frames, np.int64), "step_columns": np.array(steps, np.int64)
-    }  # fmt: skip
+        "frame_columns": np.array(frames, np.int64),
+        "step_columns": np.array(steps, np.int64),
+    }
     return store.new_state(record, values, {**tables, **parts})
 
 

@@ -123,9 +123,12 @@ class ChunkStore:
         section = self.layout.sections[name]
         inner = np.empty(section.shape, section.dtype).strides
         return np.ndarray(
-            (self.slots, *section.shape), section.dtype, self.mem,
-            self.bodies_offset + section.offset, (self.layout.body_bytes, *inner),
-        )  # fmt: skip
+            (self.slots, *section.shape),
+            section.dtype,
+            self.mem,
+            self.bodies_offset + section.offset,
+            (self.layout.body_bytes, *inner),
+        )
 
     def state(self, slot: int) -> int:
         """The state of a slot, with acquire semantics."""
@@ -223,9 +226,13 @@ class ChunkStore:
         """A kernel's state over these chunks, as `pack` returns it. record: from `chunk_words`."""
         layout, schema = self.layout, self.layout.schema
         sizes = {
-            "chunk": layout.chunk, "max_frames": layout.frames, "stack": schema.stack,
-            "n_step": schema.n_step, "bodies": self.bodies_offset, "body_bytes": layout.body_bytes,
-        }  # fmt: skip
+            "chunk": layout.chunk,
+            "max_frames": layout.frames,
+            "stack": schema.stack,
+            "n_step": schema.n_step,
+            "bodies": self.bodies_offset,
+            "body_bytes": layout.body_bytes,
+        }
         names = ("obs_frames", "next_obs_frames", "reward", "discount", "priority")
         starts = {name: layout.sections[name].offset for name in names}
         return pack(record, {**sizes, **starts, **values}, parts)

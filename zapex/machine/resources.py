@@ -56,10 +56,13 @@ class Machine:
             if room is not None:
                 memory_bytes = min(memory_bytes, room)
         return cls(
-            cores, memory_bytes, _count_gpus(cuda_visible_devices, root), smt,
+            cores,
+            memory_bytes,
+            _count_gpus(cuda_visible_devices, root),
+            smt,
             sum(bool(mine & usable) for mine in numa_nodes(root).values()) or 1,
             cpu_multiplies_bfloat16(root),
-        )  # fmt: skip
+        )
 
     @property
     def learns_on_gpu(self) -> bool:

@@ -39,8 +39,13 @@ _MAX_DESCRIPTORS = 253  # SCM_MAX_FD
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, releases the GIL
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-)  # fmt: skip
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.mmap.restype = ctypes.c_void_p
 _MAP_FIXED = 0x10  # on every architecture that Python runs on under Linux
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
@@ -144,9 +149,13 @@ def share_in_place(memory: Bytes, used: Iterable[tuple[int, int]]) -> "Segment":
         segment.buffer[start:stop] = memory[start:stop]
     # This replaces the old pages; the mmap object that owns the range unmaps the new ones.
     address = _libc.mmap(
-        memory.ctypes.data, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE,
-        mmap.MAP_SHARED | _MAP_FIXED, segment.fd, 0,
-    )  # fmt: skip
+        memory.ctypes.data,
+        memory.nbytes,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED,
+        segment.fd,
+        0,
+    )
     if address != memory.ctypes.data:
         code = ctypes.get_errno()
         segment.close()

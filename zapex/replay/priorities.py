@@ -24,8 +24,9 @@ def forget_kernel(first: int, count: int, tree: TreeArrays) -> None:
 
 
 @kernel
-def prioritise_kernel(indices: Any, magnitudes: Any, alpha: float, eps: float, largest: float,
-                      tree: TreeArrays) -> float:  # fmt: skip
+def prioritise_kernel(
+    indices: Any, magnitudes: Any, alpha: float, eps: float, largest: float, tree: TreeArrays
+) -> float:
     """Set leaves of new transitions: (|priority| + eps)^alpha, or `largest` if none is given.
 
     A negative, NaN or infinite number counts as not given: a wrong number of an actor must not stop
@@ -47,8 +48,9 @@ def prioritise_kernel(indices: Any, magnitudes: Any, alpha: float, eps: float, l
 
 
 @kernel
-def reprioritise_kernel(keys: Any, priorities: Any, alpha: float, eps: float, slots: SlotArrays,
-                        tree: TreeArrays) -> tuple[int, int, float]:  # fmt: skip
+def reprioritise_kernel(
+    keys: Any, priorities: Any, alpha: float, eps: float, slots: SlotArrays, tree: TreeArrays
+) -> tuple[int, int, float]:
     """Set the leaves of `keys` to (|priority| + eps)^alpha; of equal keys the last counts.
 
     Returns how many were applied, how many keys are stale (without those that are -1), and the

@@ -55,9 +55,16 @@ MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 64 << 20  # a line for each of the most slots takes less
 # Errors that a damaged or forged file can cause.
 UNREADABLE = (
-    OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError,
-    RecursionError, MemoryError,
-)  # fmt: skip
+    OSError,
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
 # A save removes files with these names, and no others.
 _OURS = re.compile(
     r"manifest\.json(\.[0-9a-f]{16})?|state-[0-9a-f]{16}\.bin|chunks-[0-9a-f]{16}-\d+\.bin"
@@ -221,8 +228,9 @@ def _read_chunk(folder: Path, chunk: StoredChunk, body: NDArray[np.uint8]) -> No
         raise CheckpointError(f"{folder / chunk.file} is damaged at byte {chunk.position}")
 
 
-def _check_chunk(column: Any, place: int, chunk: StoredChunk, most: int, frames: int,
-                 header: NDArray[np.int64]) -> None:  # fmt: skip
+def _check_chunk(
+    column: Any, place: int, chunk: StoredChunk, most: int, frames: int, header: NDArray[np.int64]
+) -> None:
     """Check numbers that kernels use without a check. Raises CheckpointError."""
     count = int(header[COUNT])
     if not (1 <= count <= most and count == chunk.rows and header[STATE] == LIVE):
@@ -423,9 +431,12 @@ def size_of(nbytes: int) -> str:
 
 
 def _write_manifest(
-    instant: _Instant, chunks: dict[int, StoredChunk], folder: Path, name: str,
+    instant: _Instant,
+    chunks: dict[int, StoredChunk],
+    folder: Path,
+    name: str,
     about: dict[str, Any],
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Write the state, and the manifest under another name. Returns its facts as text."""
     state = f"state-{name}.bin"
     crc32 = write_whole(folder / state, [instant.headers.data, instant.leaves.data])
