@@ -1,5 +1,8 @@
 """A batch is one block of memory with a name for every column."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -73,3 +76,21 @@ def test_memory_starts_on_a_cache_line():
         memory = aligned_zeros(nbytes)
         assert memory.nbytes == nbytes
         assert memory.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))]
+)
+def test_a_copy_of_a_batch_is_one_block_again(copied, channels_last):
+    batch = Batch.empty(BatchLayout(NESTED, 4, channels_last))
+    batch.memory[:] = np.random.default_rng(0).integers(0, 64, batch.memory.size)
+    other = copied(batch)
+    for name in ("action", "reward", "keys"):
+        np.testing.assert_array_equal(other[name], batch[name])
+    other.memory[:] = 7
+    for array in (other.obs["image"], other.next_obs["pose"].view(np.uint8), other["mask"]):
+        assert (array == 7).all()
+    assert other.keys is other["keys"]
+    assert other.memory.ctypes.data % 64 == 0
+    assert (batch.obs["image"] != 7).any()

@@ -211,6 +211,9 @@ class Shape(Right):
         return np.zeros(3), {}
 class Fraction(Right):
     observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
+class Wide(Fraction):
+    def reset(self, **options):
+        return np.array([1000, 0], np.uint16), {}
 class NotFinite(Right):
     def reset(self, **options):
         return np.array([np.nan, 0]), {}
@@ -251,6 +254,7 @@ def mine(tmp_path, monkeypatch):
         ("Breaks", ["step", "RuntimeError: boom", "mine.py, line"]),
         ("Shape", ["reset", "(3,)", "(2,)"]),
         ("Fraction", ["reset", "float32", "uint8"]),
+        ("Wide", ["reset", "uint16", "uint8"]),
         ("NotFinite", ["reset", "finite"]),
         ("Ragged", ["reset", "array"]),
         ("NoReward", ["reward", "None"]),

@@ -9,7 +9,7 @@ import zapex
 from tests.library.test_snapshot import rewrite
 from tests.support.schemas import check_rows, random_rows, random_schema, shuffled
 from zapex import Column, PrioritizedReplay, Schema
-from zapex.errors import CheckpointError
+from zapex.errors import CheckpointError, SchemaError
 
 
 def new_replay(schema, capacity=400, **options):
@@ -81,3 +81,69 @@ def test_a_snapshot_that_did_not_note_the_order_is_used_only_where_there_is_one(
     else:
         with pytest.raises(CheckpointError, match="did not note the order"):
             PrioritizedReplay.load(tmp_path)
+
+
+WHOLE = Schema(
+    {"obs": Column((2,), np.uint8), "action": Column((), np.int8),
+     "half": Column((), np.float16), "name": Column((), "S2")},
+    n_step=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"obs": np.array([[300, 0]], np.uint16)}, "^obs must be uint8, 0 to 255, got 300"),
+        ({"next_obs": np.array([[0, 256]], np.uint32)}, "^next_obs must be uint8.* 256"),
+        ({"action": np.array([200], np.uint8)}, "^action must be int8, -128 to 127, got 200"),
+        ({"action": np.array([-129])}, "^action must be int8.* got -129"),
+        ({"half": np.array([1e6])}, "^half must be float16, got 1000000.0"),
+        ({"name": np.array([b"abc"])}, "^name must be "),
+    ],
+)
+@pytest.mark.parametrize("place", ["owner", "handle"])
+def test_a_value_that_does_not_fit_into_its_column_is_refused(change, message, place):
+    replay = new_replay(WHOLE)
+    row = {
+        "obs": np.zeros((1, 2), np.uint8), "next_obs": np.zeros((1, 2), np.uint16),
+        "action": [-128], "half": [np.inf], "name": [b"ab"], "reward": [0.0],
+    }  # fmt: skip
+    try:
+        user = replay if place == "owner" else zapex.connect(replay.handle, timeout_s=60)
+        with pytest.raises(SchemaError, match=message):
+            user.extend(**{**row, **change}, terminated=[False])
+        assert len(replay) == 0
+        user.extend(**row, terminated=[False])
+        batch = replay.sample(1)
+        assert (batch.action[0], batch["half"][0], batch["name"][0]) == (-128, np.inf, b"ab")
+        if change.keys() <= {"obs"}:
+            return
+        writer = user.writer(1, "same_step")
+        writer.reset(row.pop("obs"))
+        step = {
+            **row,
+            "terminated": [True],
+            "truncated": [False],
+            "final_obs": np.ones((1, 2), np.uint8),
+        }
+        with pytest.raises(SchemaError, match=message):
+            writer.add(**{**step, **change})
+    finally:
+        replay.close()
+
+
+def test_integers_do_not_wrap_in_any_other_call():
+    replay = new_replay(WHOLE)
+    writer = replay.writer(1, "same_step")
+    large = np.array([[1000, 0]], np.uint16)
+    with pytest.raises(SchemaError, match=r"^obs must be uint8.* 1000"):
+        writer.reset(large)
+    writer.reset(large * 0)
+    step = {
+        "action": [0], "half": [0.0], "name": [b""], "reward": [0.0], "next_obs": large * 0,
+        "terminated": [True], "truncated": [False], "final_obs": large,
+    }  # fmt: skip
+    with pytest.raises(SchemaError, match=r"^final_obs must be uint8.* 1000"):
+        writer.add(**step)
+    with pytest.raises(SchemaError, match=r"^keys must be int64.* 9223372036854775808"):
+        replay.update_priorities(np.array([1 << 63], np.uint64), [1.0])

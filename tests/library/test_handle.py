@@ -1,6 +1,7 @@
 """A replay from other processes: the same rows, keys and errors; deaths leave nothing half done."""
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import multiprocessing
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import zapex
-from tests.library.test_writer import check_rows, new_replay
+from tests.library.test_writer import check_rows, first_and_step, new_replay
 from tests.support import handle_processes as processes
 from tests.support.handle_processes import PATTERN, STREAMS, play, rows_from
 from tests.support.keys import indices_of
@@ -483,6 +484,62 @@ def test_in_a_fork_the_replay_and_its_clients_are_refused_and_the_handle_is_good
         assert "fork of the one that owns the replay" in said[0] == said[1]
         assert "forked from" in said[2]
         assert said[3:] == [9, 9]
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_in_a_fork_every_call_of_a_replay_and_its_writer_is_refused(is_served):
+    replay = new_replay(n=1)
+    obs, step = first_and_step()
+    writer = replay.writer(2)
+    writer.reset(obs)
+    writer.add(**step)
+    if is_served:
+        assert len(zapex.connect(replay.handle)) == 2
+    keys, batch = replay.sample(2).keys, replay.sample(2)
+    rows = {name: step[name] for name in ("action", "reward", "terminated")}
+    calls = [
+        lambda: replay.extend(obs=obs, next_obs=obs, mask=step["mask"], **rows),
+        lambda: replay.update_priorities(keys, np.ones(2)),
+        lambda: replay.sample(2),
+        lambda: replay.sample(2, out=batch),
+        lambda: replay.can_sample(2),
+        lambda: replay.handle,
+        lambda: replay.save("nowhere"),
+        lambda: replay.writer(1),
+        lambda: len(replay),
+        lambda: writer.add(**step),
+        lambda: writer.reset(obs),
+        replay.stats, replay.close, writer.flush, writer.close,
+    ]  # fmt: skip
+    held, free = threading.Event(), threading.Event()
+
+    def hold():
+        with replay.core.lock:
+            held.set()
+            free.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(DEADLINE_S)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(sum(not raises(ReplayError, call) for call in calls))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    free.set()
+    thread.join(DEADLINE_S)
+    assert status == 0
+    assert len(replay) == 2
+    replay.close()
+
+
+def test_a_replay_that_is_sent_to_another_process_says_what_to_send():
+    replay = new_replay()
+    with served(replay) as client:
+        for each in (replay, client, replay.writer(1)):
+            for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(ReplayError, match=r"send replay\.handle"):
+                    copied(each)
 
 
 def test_in_a_fork_a_client_raises_even_if_another_thread_was_using_it():

@@ -33,10 +33,10 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
 
 
 def column(value: Any, dtype: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """`value` as a contiguous array of `dtype`. A conversion may lose precision.
+    """`value` as a contiguous array of `dtype`. Only floats may lose precision.
 
-    Raises SchemaError if the shape is wrong, or if the dtype is of another kind (float for int, int
-    for bool).
+    Raises SchemaError if the shape is wrong, if the dtype is of another kind (float for int, int
+    for bool), or if a value does not fit into it.
     """
     if (  # A fitting array skips the checks below. They are most of the cost of a tiny batch.
         type(value) is np.ndarray
@@ -47,13 +47,36 @@ def column(value: Any, dtype: Any, shape: tuple[int, ...], name: str) -> NDArray
         return value
     array = as_array(value, name)
     if array.dtype != dtype:
-        if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise SchemaError(f"{name} must be {dtype}, got {array.dtype}")
-        array = array.astype(dtype)
+        array = _converted(array, np.dtype(dtype), name)
     if array.shape != shape:
         raise SchemaError(f"{name} must have shape {shape}, got {array.shape}")
     # Kernels are compiled only for contiguous, writeable arrays.
     return array if array.flags.carray else array.copy()
+
+
+def _converted(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    """`array` as `dtype`. NumPy would wrap integers, cut texts and make large floats infinite."""
+    if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise SchemaError(f"{name} must be {dtype}, got {array.dtype}")
+    if not array.size or np.can_cast(array.dtype, dtype, "safe"):
+        return array.astype(dtype)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        for value in array.min(), array.max():
+            if not limits.min <= int(value) <= limits.max:
+                raise SchemaError(
+                    f"{name} must be {dtype}, {limits.min} to {limits.max}, got {value}"
+                )
+    try:
+        with np.errstate(over="raise"):
+            converted = array.astype(dtype)
+    except FloatingPointError:
+        with np.errstate(over="ignore"):
+            lost = np.isinf(array.astype(dtype)) & ~np.isinf(array)
+        raise SchemaError(f"{name} must be {dtype}, got {array[lost][0]}: too large") from None
+    if dtype.kind in "SU" and not np.array_equal(converted.astype(array.dtype), array):
+        raise SchemaError(f"{name} must be {dtype}, got a longer text")
+    return converted
 
 
 def observations(schema: Schema, obs: Any, rows: int, name: str) -> dict[str, NDArray[Any]]:

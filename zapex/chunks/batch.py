@@ -25,7 +25,8 @@ class Batch(Mapping[str, Any]):
 
     Read a column as an attribute or by name (`batch["mask"]` for an extra column). A Dict
     observation is a dict of arrays. If a row was overwritten while it was copied, its weight is 0
-    and its key is -1. This happens only if the replay is in another process.
+    and its key is -1. This happens only if the replay is in another process. A copy (copy,
+    deepcopy, pickle) has its own block of memory, which is not page-locked.
 
     Attributes:
         obs: (B, *shape) observations s.
@@ -90,6 +91,10 @@ class Batch(Mapping[str, Any]):
         pinned = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True)
         return cls(layout, pinned.numpy(), pinned)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has one block, too: copied one by one, its columns would be apart from it.
+        return _copied, (self.layout, self.memory, self.fresh)
+
     def __repr__(self) -> str:
         views = self.layout.views(self.memory).items()
         columns = ", ".join(f"{name} {array.dtype} {array.shape[1:]}" for name, array in views)
@@ -131,6 +136,13 @@ class Batch(Mapping[str, Any]):
         if block.device.type == "cuda" and non_blocking:
             tensors.copied = torch.cuda.current_stream(block.device).record_event()
         return tensors
+
+
+def _copied(layout: BatchLayout, memory: NDArray[np.uint8], fresh: list[Any]) -> Batch:
+    batch = Batch.empty(layout, zeroed=False)
+    batch.memory[:] = memory
+    batch.fresh.extend(fresh)
+    return batch
 
 
 class Tensors(dict[str, Any]):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -450,7 +450,9 @@ def _check_observation(env_id: str, call: str, space: Any, obs: Any, key: str = 
             f"{env_id}: {name} has shape {array.shape}, and its observation_space has "
             f"{space.shape}: make both the same"
         )
-    if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+    # Only floats may lose precision: integers would wrap.
+    casting: Literal["same_kind", "safe"] = "same_kind" if array.dtype.kind == "f" else "safe"
+    if not np.can_cast(array.dtype, space.dtype, casting):
         raise ConfigError(
             f"{env_id}: {name} has dtype {array.dtype}, and its observation_space has "
             f"{space.dtype}: make both the same"

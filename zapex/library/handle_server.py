@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,19 +118,6 @@ def announce_kernel(records: Any, link: int, chunk: int, holders: Any, announced
         else:
             announced[slot] += 1
     return len(records)
-
-
-class ForkedLock:
-    """The lock of a replay in a fork of its owner: it can never be taken."""
-
-    def __enter__(self) -> NoReturn:
-        raise ReplayError(
-            "this process is a fork of the one that owns the replay: use "
-            "zapex.connect(replay.handle) here, and start processes with spawn or forkserver"
-        )
-
-    def __exit__(self, *_: object) -> None:
-        """Never entered."""
 
 
 class HandleServer:
@@ -440,9 +427,8 @@ _SERVERS: "weakref.WeakSet[HandleServer]" = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A fork shares the memory with the owner, so it must not write to it."""
+    """The owner's connections are not the fork's. OwnedReplay refuses all calls in it."""
     for server in list(_SERVERS):
-        server._replay.lock = ForkedLock()  # type: ignore[assignment]
         with contextlib.suppress(OSError):
             server._listener.close()
         for link in server._links.values():

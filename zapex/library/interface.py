@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,7 +36,7 @@ from zapex.chunks.builder import flat_observations
 from zapex.chunks.layout import BatchLayout
 from zapex.chunks.packer import TransitionPacker
 from zapex.chunks.schema import Schema
-from zapex.errors import ConfigError, SchemaError
+from zapex.errors import ConfigError, ReplayError, SchemaError
 from zapex.library.writer import Autoreset, Writer
 from zapex.replay.draw import METHODS
 from zapex.sumtree_numba import Method
@@ -124,6 +124,12 @@ class ReplayInterface:
         columns = ", ".join(f"{n} {c.dtype} {c.value_shape}" for n, c in schema.columns.items())
         facts = f"{columns}; n_step={schema.n_step}, gamma={schema.gamma:g}"
         return f"<{type(self).__name__} of {facts}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ReplayError(
+            f"a {type(self).__name__} can't be copied or sent to another process: send "
+            "replay.handle (or the URL of a served replay), and use zapex.connect there"
+        )
 
     # In: streams of steps, or whole transitions.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,19 @@ from zapex.sumtree_numba import Method
 
 if TYPE_CHECKING:
     from zapex.library.handle_server import HandleServer
+
+
+class ForkedLock:
+    """The lock of a replay in a fork of its owner, which has only a copy: it can't be taken."""
+
+    def __enter__(self) -> NoReturn:
+        raise ReplayError(
+            "this process is a fork of the one that owns the replay, and would use a copy of it: "
+            "read replay.handle before the fork, and use zapex.connect(handle) here"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered."""
 
 
 class OwnedReplay(ReplayCore):
@@ -77,6 +91,7 @@ class OwnedReplay(ReplayCore):
             self._limiter = RateLimiter(limits, committed=len(self))
         self._changed = threading.Condition(self.lock)
         self._streams = 0  # streams with open chunks
+        _OWNED.add(self)
 
     def can_sample(self, batch_size: int) -> bool:
         """Whether a batch of this size could be drawn at once."""
@@ -245,6 +260,17 @@ class OwnedReplay(ReplayCore):
         assert self._limiter is not None
         if not self._changed.wait_for(ready, self.timeout_s):
             raise error(f"after {self.timeout_s:g} s: {self._limiter.explain()}")
+
+
+_OWNED: weakref.WeakSet[OwnedReplay] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for replay in list(_OWNED):
+        replay.lock = ForkedLock()  # type: ignore[assignment]
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class PrioritizedReplay(ReplayInterface):

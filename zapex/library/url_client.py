@@ -295,7 +295,7 @@ class UrlClient(ReplayClient):
         self._answers: dict[int, Reply | BatchMessage] = {}
         self._ahead: deque[Call] = deque()
         self._extending: tuple[UrlSlots, Extender] | None = None
-        self._extending_lock = threading.Lock()
+        self._extending_lock = ProcessLock()
         link = self._link.link
         answers = {Kind.REPLY: self._take_answer, Kind.BATCH: self._take_answer}
         link.register(answers, on_welcome=self._call_again)

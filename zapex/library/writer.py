@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -65,6 +65,12 @@ class Writer:
         self._noted = 0  # number of the builder's last completed transitions that were announced
         self._last: dict[str, NDArray[Any]] = {}
         self._may_warn = True  # once, of environments that seem to have another mode
+
+    def __reduce__(self) -> NoReturn:
+        raise ReplayError(
+            "a Writer can't be copied or sent to another process: send replay.handle, and use "
+            "zapex.connect(handle).writer(...) there"
+        )
 
     def reset(self, obs: Any, mask: ArrayLike | None = None) -> None:
         """Begin new episodes. Steps that still wait for their n-step return are dropped.
