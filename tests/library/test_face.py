@@ -98,7 +98,7 @@ def test_gymnasiums_modes_are_taken_by_their_members():
     for mode in AutoresetMode:
         with replay.writer(1, mode) as writer:
             assert writer.autoreset == mode.name.lower()
-    with pytest.raises(ConfigError, match=r"autoreset must be one of .* got 3"):
+    with pytest.raises(ConfigError, match=r"autoreset must be .*same_step.* got 3"):
         replay.writer(1, 3)
 
 
@@ -122,7 +122,36 @@ def test_environments_of_another_mode_are_noticed_once(mode):
             )  # fmt: skip
     said = [str(w.message) for w in caught if "autoreset" in str(w.message)]
     assert len(said) == (mode is AutoresetMode.SAME_STEP)
-    assert all('envs.metadata["autoreset_mode"]' in text for text in said)
+    assert all("autoreset=envs" in text for text in said)
+    envs.close()
+
+
+class Wrapped:
+    """A wrapper that passes on nothing but its environment."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def step(self, action):
+        return self.env.step(action)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_the_mode_of_an_environment_is_its_own_whatever_its_shared_metadata_says(mode, wrapped):
+    envs = gymnasium.make_vec(
+        "CartPole-v1", 2, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
+    )
+    envs.metadata = {**envs.metadata, "autoreset_mode": "another environment's"}
+    replay = PrioritizedReplay(1000, PLAIN, seed=0)
+    given = Wrapped(envs) if wrapped else envs
+    assert replay.writer(2, given).autoreset == mode.name.lower()
+    if not wrapped:
+        with pytest.raises(ConfigError, match=r"num_envs is 3, and the environment has 2"):
+            replay.writer(3, envs)
+    del envs.autoreset_mode
+    with pytest.raises(ConfigError, match="has no autoreset_mode"):
+        replay.writer(2, given)
     envs.close()
 
 

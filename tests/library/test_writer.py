@@ -1,6 +1,7 @@
 """The writer: every transition as the naive twin has it, as soon as it is complete."""
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -275,6 +276,67 @@ def test_same_step_needs_the_last_observation_of_an_episode():
     with pytest.raises(ReplayError, match='give final_obs=info\\["final_obs"\\]'):
         writer.add(**{**step, "truncated": np.array([True, False])})
     writer.add(**step)
+
+
+def test_what_only_another_autoreset_mode_gives_is_refused():
+    obs, step = first_and_step()
+    ended = {**step, "terminated": np.array([True, False])}
+    writer = new_replay().writer(2)
+    writer.reset(obs)
+    with pytest.raises(ReplayError, match="autoreset=envs"):
+        writer.add(**ended, final_obs=obs)
+    writer.add(**ended)
+    with pytest.raises(ReplayError, match="autoreset=envs"):
+        writer.add(**ended)
+    writer.add(**step)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_planes_that_are_no_frames_are_refused_once_they_differ(axis):
+    rng = np.random.default_rng(0)
+    columns = {"obs": Column((3, 2), np.uint8, stack=4, stack_axis=axis),
+               "action": Column((), np.int64)}  # fmt: skip
+    replay = PrioritizedReplay(4000, Schema(columns, n_step=1), seed=0)
+    writer = replay.writer(2)
+    shape = (2, 4, 3, 2) if axis == 0 else (2, 3, 2, 4)
+    step = first_and_step()[1]
+    step.pop("mask")
+    writer.reset(np.zeros(shape, np.uint8))
+    for _ in range(100):
+        writer.add(**{**step, "next_obs": np.zeros(shape, np.uint8)})
+    writer.add(**{**step, "next_obs": np.zeros(shape, np.uint8)})
+    with pytest.raises(SchemaError, match="stack=1"):
+        writer.add(**{**step, "next_obs": rng.integers(1, 255, shape, np.uint8)})
+
+
+def test_a_stack_is_looked_at_again_after_it_has_been_right_for_long():
+    rng = np.random.default_rng(0)
+    writer = new_replay(n=1).writer(2)
+    obs, step = first_and_step()
+    writer.reset(obs)
+    for _ in range(100):
+        frame = rng.integers(1, 255, (2, 1, 3, 2), np.uint8)
+        obs = np.concatenate([obs[:, 1:], frame], 1)
+        writer.add(**{**step, "next_obs": obs})
+    wrong = [rng.integers(1, 255, obs.shape, np.uint8) for _ in range(2000)]
+    with pytest.raises(SchemaError, match="stack=1"):
+        [writer.add(**{**step, "next_obs": other}) for other in wrong]
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_final_observations_that_a_reset_has_overwritten_are_noticed_once(reused):
+    writer = new_replay(stack=1, n=1).writer(2, "same_step")
+    obs, step = np.zeros((2, 3, 2), np.uint8), first_and_step()[1]
+    writer.reset(obs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(1, 40):
+            after = np.full_like(obs, number)
+            final = after.copy()
+            final[0] += not reused
+            over = np.array([number % 3 == 0, False])
+            writer.add(**{**step, "next_obs": after, "terminated": over}, final_obs=final)
+    assert [True for w in caught if "final_obs" in str(w.message)] == [True] * reused
 
 
 def test_dict_observations_and_their_last_ones():

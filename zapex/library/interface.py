@@ -44,7 +44,7 @@ from zapex.sumtree_numba import Method
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from gymnasium.vector import AutoresetMode
+    from gymnasium.vector import AutoresetMode, VectorEnv
 
     from zapex.chunks.store import ChunkStore
     from zapex.replay.core import ReplayLayout
@@ -133,24 +133,34 @@ class ReplayInterface:
 
     # In: streams of steps, or whole transitions.
 
-    def writer(self, num_envs: int, autoreset: Autoreset | AutoresetMode = "next_step") -> Writer:
+    def writer(
+        self,
+        num_envs: int,
+        autoreset: Autoreset | AutoresetMode | VectorEnv[Any, Any, Any] = "next_step",
+    ) -> Writer:
         """Make a writer for vector environments. See Writer for the loop that calls it.
 
         Args:
             num_envs: how many environments step together.
             autoreset: what they do when an episode ends: "next_step", "same_step" or "disabled", or
-                `envs.metadata["autoreset_mode"]`.
+                the vector environment itself. Don't pass `envs.metadata["autoreset_mode"]`: other
+                environments can change it, because they may share that dict.
 
         Raises:
-            ConfigError: num_envs is below 1, or the open chunks of all streams would take more than
-                half of the capacity.
+            ConfigError: num_envs is below 1 or not that of the environment, its mode is not known,
+                or the open chunks of all streams would take more than half of the capacity.
         """
         num_envs = whole(num_envs, "num_envs")
         if num_envs < 1:
             raise ConfigError(f"num_envs must be at least 1, got {num_envs}")
+        if hasattr(autoreset, "step"):
+            autoreset = _mode_of(autoreset, num_envs)
         mode: Any = getattr(autoreset, "name", str(autoreset)).lower()
         if mode not in _AUTORESETS:
-            raise ConfigError(f"autoreset must be one of {_AUTORESETS}, got {autoreset!r}")
+            raise ConfigError(
+                f"autoreset must be the vector environment or one of {_AUTORESETS}, "
+                f"got {autoreset!r}"
+            )
         return self._writer(num_envs, mode)
 
     def extend(
@@ -360,6 +370,19 @@ class ReplayInterface:
     def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:
         """As `update_priorities`, with checked arrays."""
         raise NotImplementedError
+
+
+def _mode_of(envs: Any, num_envs: int) -> Any:
+    """The autoreset mode that a vector environment has itself. Its metadata may be shared."""
+    if getattr(envs, "num_envs", num_envs) != num_envs:
+        raise ConfigError(f"num_envs is {num_envs}, and the environment has {envs.num_envs}")
+    while not hasattr(envs, "autoreset_mode"):
+        if not hasattr(envs, "env"):
+            raise ConfigError(
+                f"{type(envs).__name__} has no autoreset_mode: pass autoreset= one of {_AUTORESETS}"
+            )
+        envs = envs.env
+    return envs.autoreset_mode
 
 
 class Extender:

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 
-_STACK_CHECKS = 32  # the first steps, in which stacks are checked
+_STACK_CHECKS = 32  # steps in which a stack must have moved, at each of its places
+_LOOK_AGAIN_STEPS = 1024  # after these, one step is checked again
+_OTHER_MODE = (
+    'autoreset="next_step" skips that step. Do the environments reset in the step of the end? '
+    "Make the writer with writer(num_envs, autoreset=envs)"
+)
+_SAME_FINALS = 4  # episodes that end in their successor's first observation, before a warning
 
 
 class Writer:
@@ -61,7 +67,14 @@ class Writer:
         self._any_over = True
         self._ends = np.zeros(num_envs, np.bool_)
         self._ever_begun = self._closed = False
-        self._stacks_to_check = _STACK_CHECKS if self._schema.stack > 1 else 0
+        # Steps until stacks are checked, 0: in this one; and by column how often they have moved.
+        self._check_in = 0
+        self._moved = {
+            name: np.zeros(c.stack - 1, np.int64)
+            for name, c in self._schema.obs_columns.items()
+            if c.stack > 1
+        }
+        self._same_finals = 0  # final observations that equal the next one; -1: one did not
         self._noted = 0  # number of the builder's last completed transitions that were announced
         self._last: dict[str, NDArray[Any]] = {}
         self._may_warn = True  # once, of environments that seem to have another mode
@@ -92,7 +105,7 @@ class Writer:
             self._over &= ~wanted
             self._any_over = bool(self._over.any())
             self._ever_begun = True
-            if self._stacks_to_check:
+            if self._moved:
                 self._remember(found, wanted)
 
     def add(
@@ -152,8 +165,10 @@ class Writer:
                 self._begin(begins, found)
             if not same_step:
                 self._over, self._ends, self._any_over = ends, over, some
-            if self._stacks_to_check:
-                self._remember(found)
+            if self._moved:
+                self._check_in -= self._check_in > 0
+                if self._check_in == 0:
+                    self._remember(found)
 
     def flush(self) -> None:
         """Close every open chunk, so that it can be evicted like the others.
@@ -194,24 +209,28 @@ class Writer:
                 f"the episode of stream {int(self._over.argmax())} is over or never began: give "
                 "its first observation with reset(obs, mask)"
             )
-        if self._any_over and self._may_warn:
+        if final_obs is not None and self.autoreset != "same_step":
+            raise ReplayError(
+                'final_obs is of environments with autoreset="same_step", and this writer has '
+                f'"{self.autoreset}": make it with writer(num_envs, autoreset=envs)'
+            )
+        if self._any_over:
             self._check_mode(rewards, terminals | truncations)
         last = found
         if self.autoreset == "same_step" and (terminals.any() or truncations.any()):
             last = self._with_final(found, terminals | truncations, final_obs)
-        if self._stacks_to_check:
+        if self._moved and self._check_in == 0:
             self._check_stacks(~self._over, last)
         return last
 
     def _check_mode(self, rewards: NDArray[np.float64], ends: NDArray[np.bool_]) -> None:
-        """Warn if a step that is skipped, because it only resets, does more than that."""
-        if rewards[self._over].any() or ends[self._over].any():
+        """Refuse a skipped step that ends an episode; warn of one with a reward, once."""
+        if ends[self._over].any():
+            raise ReplayError(f"the step after the end of an episode ends one: {_OTHER_MODE}")
+        if self._may_warn and rewards[self._over].any():
             self._may_warn = False
             warnings.warn(
-                "the step after the end of an episode has a reward, or ends an episode: "
-                'autoreset="next_step" skips that step. Do the environments reset in the step of '
-                'the end? Give the writer autoreset=envs.metadata["autoreset_mode"]',
-                stacklevel=4,
+                f"the step after the end of an episode has a reward: {_OTHER_MODE}", stacklevel=4
             )
 
     def _build(self, terminals: Any, truncations: Any, *columns: Any) -> bool:
@@ -255,6 +274,7 @@ class Writer:
                 '"same_step" next_obs is already the next one: give final_obs=info["final_obs"]'
             )
         last = {name: array.copy() for name, array in found.items()}
+        same = True
         for i in np.flatnonzero(ends):
             if isinstance(final_obs, dict):
                 row: Any = {key: np.asarray(value[i])[None] for key, value in final_obs.items()}
@@ -263,8 +283,24 @@ class Writer:
             else:
                 row = np.asarray(final_obs[i])[None]
             for name, array in observations(self._schema, row, 1, "final_obs").items():
+                same = same and np.array_equal(last[name][i], array[0])
                 last[name][i] = array[0]
+        if self._same_finals >= 0:
+            self._check_finals(same)
         return last
+
+    def _check_finals(self, same: bool) -> None:
+        """Warn once if each final observation so far equals the first one of the next episode."""
+        self._same_finals = self._same_finals + 1 if same else -1
+        if self._same_finals == _SAME_FINALS:
+            self._same_finals = -1
+            warnings.warn(
+                "each final_obs so far equals next_obs, the first observation of the next episode: "
+                "does the environment return the same array each time? Then its reset overwrites "
+                "final_obs, and the last transitions of episodes are wrong: return a copy of the "
+                "observation, from step and from reset",
+                stacklevel=5,
+            )
 
     def _remember(
         self, obs: dict[str, NDArray[Any]], mask: NDArray[np.bool_] | None = None
@@ -274,16 +310,22 @@ class Writer:
             before[mask] = array[mask]
 
     def _check_stacks(self, playing: NDArray[np.bool_], found: dict[str, NDArray[Any]]) -> None:
-        """Check that a stack is the previous one shifted by a frame: frames are stored once."""
-        self._stacks_to_check -= 1
-        for name, c in self._schema.obs_columns.items():
-            if c.stack > 1:
-                axis = 1 if c.stack_axis == 0 else found[name].ndim - 1
-                now = np.moveaxis(found[name], axis, 0)[:-1, playing]
-                before = np.moveaxis(self._last[name], axis, 0)[1:, playing]
-                if not np.array_equal(now, before):
-                    raise SchemaError(
-                        f"{name} has stack={c.stack}, but next_obs is not the observation "
-                        "before it shifted by one frame: if that axis is not time, build the "
-                        "schema with stack=1"
-                    )
+        """Check that a stack is the previous one shifted by a frame: frames are stored once.
+
+        Only a frame that differs from its successor is evidence: pictures that stand still are
+        shifted and not shifted. Once each place has shown it often, one step in many is checked.
+        """
+        for name, moved in self._moved.items():
+            axis = 1 if self._schema.columns[name].stack_axis == 0 else found[name].ndim - 1
+            now = np.moveaxis(found[name], axis, 0)[:-1, playing]
+            stack = np.moveaxis(self._last[name], axis, 0)[:, playing]
+            if not np.array_equal(now, stack[1:]):
+                raise SchemaError(
+                    f"{name} has stack={len(stack)}, but next_obs is not the observation "
+                    "before it shifted by one frame: if that axis is not time, build the "
+                    "schema with stack=1"
+                )
+            differs = stack[:-1] != stack[1:]
+            np.add(moved, differs.any(axis=tuple(range(1, differs.ndim))), out=moved)
+        if all(moved.min() >= _STACK_CHECKS for moved in self._moved.values()):
+            self._check_in = _LOOK_AGAIN_STEPS
