@@ -53,6 +53,34 @@ def test_a_restored_replay_goes_on_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("other", ["empty", "another_schema", "the_same_schema"])
+def test_the_snapshot_of_another_replay_is_replaced_only_if_asked(tmp_path, other):
+    first = filled()
+    first.save(tmp_path)
+    before = files(tmp_path)
+    stack = 3 if other == "another_schema" else 2
+    replay = new_replay(stack, 1, chunk=4) if other != "the_same_schema" else filled(1)
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        replay.save(tmp_path)
+    assert files(tmp_path) == before
+    assert len(PrioritizedReplay.load(tmp_path)) == len(first)
+    replay.save(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    replay.save(tmp_path, overwrite=True)
+    assert len(PrioritizedReplay.load(tmp_path)) == len(replay)
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        first.save(tmp_path)
+
+
+def test_a_replay_and_those_loaded_from_it_save_where_they_saved_before(tmp_path):
+    replay = filled()
+    for name in ("a", "b", "a"):
+        replay.save(tmp_path / name)
+    loaded = PrioritizedReplay.load(tmp_path / "a")
+    loaded.save(tmp_path / "b")
+    replay.save(tmp_path / "b")
+
+
 def test_keys_from_before_the_restore_are_stale(tmp_path):
     replay = filled()
     keys = replay.sample(16).keys.copy()
@@ -110,7 +138,7 @@ def test_a_restored_replay_saves_on_into_the_same_directory(tmp_path):
 def test_another_replays_directory_is_written_anew(tmp_path):
     filled(0).save(tmp_path)
     other = filled(1)
-    other.save(tmp_path)
+    other.save(tmp_path, overwrite=True)
     np.testing.assert_array_equal(
         PrioritizedReplay.load(tmp_path).core.tree.leaves, other.core.tree.leaves
     )

@@ -435,7 +435,7 @@ class PrioritizedReplay(ReplayInterface):
 
     # Snapshots.
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a snapshot into a directory; a later save writes only what is new.
 
         Other threads may write and sample during the save. The previous snapshot stays valid until
@@ -443,14 +443,16 @@ class PrioritizedReplay(ReplayInterface):
 
         Args:
             path: the directory; it is created if it is missing.
+            overwrite: also replace a snapshot of another replay, which this one was not loaded
+                from.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written, or has a snapshot of another replay.
         """
         with self.core.lock:
             self.core.catch_up()
             self._extender.close()  # as after a load, so that both replays continue in the same way
-        save(self.core, self._saves, path)
+        save(self.core, self._saves, path, overwrite=overwrite)
 
     @classmethod
     def load(

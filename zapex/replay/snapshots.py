@@ -89,12 +89,16 @@ class StoredChunk(NamedTuple):
 
 @dataclass
 class Saves:
-    """The chunks in `path` since the last save of one replay, or its load. One save at a time."""
+    """The chunks in `path` since the last save of one replay, or its load. One save at a time.
+
+    line: a name that a replay, the snapshots of it and the replays loaded from them share.
+    """
 
     path: Path | None = None
     manifest_crc32: int = 0
     chunks: dict[int, StoredChunk] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    line: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def text_of(facts: dict[str, Any]) -> bytes:
@@ -206,7 +210,7 @@ def restore(
         place: chunks[slot]._replace(generation=int(rows[place, GENERATION]))
         for slot, place in places.items()
     }
-    return Saves(folder, zlib.crc32(text_of(facts)), there)
+    return Saves(folder, zlib.crc32(text_of(facts)), there, line=str(facts.get("line", "")))
 
 
 def _places(
@@ -247,7 +251,7 @@ class _Instant:
     Where these copies would take too much memory, chunks are left out of the save.
     """
 
-    def __init__(self, replay: ReplayCore) -> None:
+    def __init__(self, replay: ReplayCore, line: str) -> None:
         ledger, store = replay.ledger, replay.store
         self.store = store
         self.headers = store.header_rows.copy()
@@ -270,6 +274,7 @@ class _Instant:
             "replay": replay.facts(),
             "format": FORMAT,
             "free": ledger.free_slots,
+            "line": line,
             "random": replay.rng.bit_generator.state,
         }
 
@@ -317,16 +322,21 @@ def save(
     path: str | os.PathLike[str],
     about: Mapping[str, Any] | None = None,
     progress: Progress = _ignore,
+    *,
+    overwrite: bool = True,
 ) -> None:
     """Write a snapshot of `replay` into the directory `path`; one save at a time.
 
-    about: JSON values to keep in the manifest under "about". Raises CheckpointError if it cannot be
+    about: JSON values to keep in the manifest under "about". overwrite: also in place of a snapshot
+    of another replay. Raises CheckpointError if it cannot be
     written, and at once if the disk has too little room; then the former snapshot is as it was.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with saves.lock:
+            if not overwrite:
+                _demand_own_line(folder, saves.line)
             _save(replay, saves, folder.resolve(), dict(about or {}), progress)
     except OSError as error:
         raise CheckpointError(f"no snapshot in {folder}: {error}") from error
@@ -341,7 +351,7 @@ def _save(
     same = saves.path == folder and _crc32(former) == saves.manifest_crc32
     known = saves.chunks if same else {}
     with replay.lock:
-        instant = _Instant(replay)
+        instant = _Instant(replay, saves.line)
         replay.ledger.on_evict = instant.keep
     name = secrets.token_hex(8)
     try:
@@ -358,6 +368,18 @@ def _save(
     sync_directory(folder)
     _forget_unnamed(folder, _manifest(folder))
     saves.path, saves.manifest_crc32, saves.chunks = folder, zlib.crc32(text), chunks
+
+
+def _demand_own_line(folder: Path, line: str) -> None:
+    """Raise CheckpointError if the snapshot there is of a replay that this one doesn't continue."""
+    if not (folder / MANIFEST).exists():
+        return
+    facts = read_manifest(folder)
+    if facts.get("line", "") != line:
+        raise CheckpointError(
+            f"{folder} has a snapshot of another replay, which the save would replace: load it to "
+            "continue with its transitions, save elsewhere, or pass overwrite=True"
+        )
 
 
 def _demand_own_directory(folder: Path) -> None:
