@@ -36,6 +36,7 @@ from zapex.library.url_server import CallHandler
 from zapex.net import server as net_server
 from zapex.net import sockets as net_sockets
 from zapex.net.server import own_bytes
+from zapex.net.sessions import Session
 from zapex.replay.limiter import LimiterConfig, RateLimiter
 from zapex.wire import messages as m
 from zapex.wire.messages import Call, Request
@@ -483,3 +484,26 @@ def test_sending_parameters_to_gone_readers_is_harmless(peer: Any) -> None:
     server.parameters.do_work()
     assert not any(sessions.of_roles("reader"))
     server.close()
+
+
+def test_impossible_values_are_reported_once_for_each_session_and_never_in_a_flood() -> None:
+    now_s, lines = [0.0], list[str]()
+    server = NetworkReplay(
+        Memory(layout_of(100, 2), 1),
+        "tcp://127.0.0.1:0",
+        tell=lines.append,
+        clock_s=lambda: now_s[0],
+    ).server
+    sessions = [Session("relay", 1, n, 0.0, "10.0.0.7", actors=(3,)) for n in range(100)]
+    server.refuse(sessions[0], "a reward")
+    server.refuse(sessions[0], "a discount")
+    (line,) = lines
+    assert "actor 3 at 10.0.0.7" in line
+    assert "a reward" in line
+    for session in sessions:  # one client that says hello again and again
+        server.refuse(session, "a reward")
+    assert len(lines) == 10
+    now_s[0] = 6.0  # those that could not be reported yet are, one after another
+    for session in sessions:
+        server.refuse(session, "a reward")
+    assert len(lines) == 11

@@ -29,7 +29,8 @@ from zapex.wire.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
 from zapex.wire.protocol import MAY_SEND, Buffer, Form, Kind, Message
 
 _AT_MOST = 256  # messages taken in before the duty cycle continues
-_ERRORS_PER_S = 100.0
+_ERRORS_PER_S = 100.0  # answers to invalid messages, over all peers
+_REPORTS, _REPORTS_PER_S = 10.0, 0.2  # lines about impossible values: at once, and after that
 _UNSENT = 4  # large messages that wait on one connection
 _SLIGHT = 1 / 128  # of a strike: a correct peer does it rarely, after a restart of this process
 MEMORY_BYTES = 1 << 30
@@ -158,6 +159,24 @@ class End:
         """Do regular work, in each duty cycle."""
 
 
+class _Budget:
+    """How often something may be done: `most` times at once, and `per_s` times in each second."""
+
+    def __init__(self, most: float, per_s: float, clock_s: Callable[[], float]) -> None:
+        self._most, self._per_s, self._clock_s = most, per_s, clock_s
+        self._left, self._looked_s = most, clock_s()
+
+    def spend(self) -> bool:
+        """Whether it may be done now; then this counts."""
+        now_s = self._clock_s()
+        self._left = min(self._most, self._left + (now_s - self._looked_s) * self._per_s)
+        self._looked_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -205,8 +224,9 @@ class LinkServer:
         listener.on_gone = self._gone
         self.over = ""
         self._incarnation = incarnation
-        self._params_version, self._tell, self._clock_s = params_version, tell, clock_s
-        self._errors_s, self._errors_left = clock_s(), _ERRORS_PER_S
+        self._params_version, self._tell = params_version, tell
+        self._errors = _Budget(_ERRORS_PER_S, _ERRORS_PER_S, clock_s)
+        self._reports = _Budget(_REPORTS, _REPORTS_PER_S, clock_s)
 
     def send(
         self, session: Session, channel: int, message: Message, compressed: bool = False
@@ -245,10 +265,13 @@ class LinkServer:
         return np.array(states, ACTOR_STATE)
 
     def refuse(self, session: Session, what: str) -> None:
-        """Report values that no run produces; only the first of a session, as more may follow."""
-        if not session.refused:
+        """Report values that no run produces, once for each session.
+
+        A client can open any number of sessions, so there are few lines over all of them.
+        """
+        if not session.is_reported and self._reports.spend():
+            session.is_reported = True
             self._tell(f"{session} sent {what}: refused; further ones are not reported")
-        session.refused += 1
 
     def wait(self, ready: Callable[[], object], timeout_s: float) -> bool:
         """Return True as soon as `ready()` is true, False when it was not within `timeout_s`."""
@@ -352,13 +375,8 @@ class LinkServer:
 
     def _answer(self, peer: bytes, error: Error) -> None:
         # A peer that sends very many invalid messages gets no more answers after a while.
-        now_s = self._clock_s()
-        earned = (now_s - self._errors_s) * _ERRORS_PER_S
-        self._errors_left = min(_ERRORS_PER_S, self._errors_left + earned)
-        self._errors_s = now_s
-        if self._errors_left < 1:
+        if not self._errors.spend():
             return
-        self._errors_left -= 1
         try:
             self.listener.send(peer, messages.encode(error))
         except PeerError:

@@ -21,7 +21,8 @@ class Session:
     requests.
 
     requests: by their number. address: of the client's machine; "" if it is not known.
-    spoke: it has sent a message since its hello. refused: values that no run produces.
+    spoke: it has sent a message since its hello. is_reported: the user knows that it
+    sends values that no run produces.
     """
 
     role: str
@@ -30,7 +31,7 @@ class Session:
     heard_s: float
     address: str = ""
     spoke: bool = False
-    refused: int = 0
+    is_reported: bool = False
     peers: list[bytes | None] = field(default_factory=lambda: [None, None])
     actors: tuple[int, ...] = ()
     wants_newer_than: int | None = None

@@ -9,9 +9,8 @@ import numpy as np
 from zapex.errors import BadMessage, ConfigError, OtherVersion
 
 _LEVEL = 1  # the fastest; higher ones save little of frames and take several times as long
-_WINDOW_BYTES = (
-    1 << 20
-)  # memory that decompressing a frame may take besides its contents; ours take 512 KiB
+# Memory that decompressing a frame may take besides its contents; ours take 512 KiB.
+_WINDOW_BYTES = 1 << 20
 _INSTALL = "pip install 'zapex[compress]'"
 
 
