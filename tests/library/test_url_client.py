@@ -111,7 +111,10 @@ def check_all(client, expected):
         np.testing.assert_allclose(batch.discount[i], discount, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "zmtp", "fstack"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["ipc", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("zmtp", "fstack"))],
+)
 def test_a_client_gives_what_the_replay_itself_gives(tmp_path, scheme):
     flags = "--capacity", "4000", "--alpha", "1", "--seed", "0", "--writers", "8"
     with server(tmp_path, *flags, scheme=scheme) as served, served.connect() as client:

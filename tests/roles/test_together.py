@@ -57,7 +57,7 @@ def storm(system: System, rng: np.random.Generator, ticks: int, servers_die: boo
             system.check_slots()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     config=configs(),
     stack=st.sampled_from([1, 1, 3]),

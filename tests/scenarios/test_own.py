@@ -149,7 +149,9 @@ def test_a_run_takes_its_wrappers_along(capsys: pytest.CaptureFixture[str]) -> N
     assert -20 <= mean <= 0
 
 
-@pytest.mark.parametrize("side", [7, pytest.param(10, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize(
+    "side", [7, *(pytest.param(side, marks=pytest.mark.slow) for side in (10, 40))]
+)
 def test_the_built_in_network_fits_images_of_any_size(side: int) -> None:
     args = ["--env-kwargs", "space=image", f"side={side}", "--inline", *FEW]
     assert cli.main(["train", "mine:Env", *args]) == 0

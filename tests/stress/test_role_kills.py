@@ -27,7 +27,9 @@ def test_a_killed_replay_server_answers_again_from_what_it_had() -> None:
     run("replay_restart", "--transitions", 200_000, "--kills", 2, timeout_s=240)
 
 
-@pytest.mark.parametrize(("reads", "size"), [(20_000, 65536), (100, 4 * 3_292_837)])
+@pytest.mark.parametrize(
+    ("reads", "size"), [(20_000, 65536), pytest.param(100, 4 * 3_292_837, marks=pytest.mark.slow)]
+)
 def test_no_read_of_parameters_is_torn_by_a_busy_writer(reads: int, size: int) -> None:
     run("mailbox_reads", "--reads", reads, "--bytes", size, timeout_s=120)
 

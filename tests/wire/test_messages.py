@@ -257,7 +257,7 @@ def _traced():
 
 
 @given(st.lists(st.binary(max_size=100), max_size=MAX_BUFFERS + 1))
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 def test_any_bytes_are_a_message_or_refused(parts: list[bytes]) -> None:
     decode_or_refuse(parts)
 
@@ -308,7 +308,7 @@ def mutants(draw: st.DrawFn) -> list[bytes]:
 
 
 @given(mutants())
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 def test_mutants_of_real_messages_are_messages_or_refused(parts: list[bytes]) -> None:
     decode_or_refuse(parts)
 
