@@ -97,6 +97,18 @@ def test_the_gradient_is_that_of_the_weighted_mean_loss(loss, shape, dtype):
     assert metrics["gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-4)
 
 
+def test_a_custom_loss_may_compute_in_another_dtype(monkeypatch):
+    def squared(prediction, target):
+        return 0.5 * (prediction.double() - target) ** 2
+
+    module = types.SimpleNamespace(squared=squared)
+    monkeypatch.setitem(sys.modules, "loss_in_float64", module)
+    learners = make(loss="loss_in_float64:squared"), make(loss="squared")
+    for learner in learners:
+        learner.learn(batch_of(8))
+    torch.testing.assert_close(flats(learners[0]), flats(learners[1]))
+
+
 def test_a_weight_of_0_teaches_nothing():
     learner, batch = make(), batch_of(6)
     batch["weights"][:] = 0

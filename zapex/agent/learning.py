@@ -167,7 +167,9 @@ class DQN:
         with torch.no_grad():
             target = self._targets(seen, following, columns)
         q = self.online(seen).gather(1, columns["action"].unsqueeze(1)).squeeze(1)
-        loss = columns["weights"].dot(self._loss(q, target)) / len(q)
+        # A custom loss may return another dtype.
+        rows = self._loss(q, target).float()
+        loss = columns["weights"].dot(rows) / len(q)
         enter("backward")
         # A custom network may have parameters that Q does not depend on.
         leaves = list(self.online.leaves.values())

@@ -205,11 +205,11 @@ class ReplayCore:
             ConfigError: batch_size is below 1.
         """
         with self.lock:
-            self.demand(self.min_size_to_sample)
+            size = self.demand(self.min_size_to_sample)
             if batch_size < 1:
                 raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-            tree = self.tree
-            if not tree.total > 0.0:
+            tree, total = self.tree, self.tree.total
+            if not total > 0.0:
                 raise NotEnoughData("every priority is 0: there is nothing to draw")
             distinct = method == "without_replacement"
             before = self.rng.bit_generator.state if distinct else {}
@@ -225,15 +225,17 @@ class ReplayCore:
                     "priority > 0"
                 )
             smallest = tree.min_positive if with_smallest else 0.0
-            return Draw(keys, indices, leaves, tree.total, len(self), smallest)
+            return Draw(keys, indices, leaves, total, size, smallest)
 
-    def demand(self, transitions: int) -> None:
-        """Raises NotEnoughData if there are fewer."""
-        if len(self) < transitions:
+    def demand(self, transitions: int) -> int:
+        """How many transitions there are. Raises NotEnoughData if they are fewer."""
+        size = self.ledger.live_transitions
+        if size < transitions:
             raise NotEnoughData(
-                f"the replay holds {len(self)} transitions and {transitions} are needed to sample: "
+                f"the replay holds {size} transitions and {transitions} are needed to sample: "
                 "add more first"
             )
+        return size
 
     def reprioritise(
         self, keys: NDArray[np.int64], priorities: NDArray[np.float64]
