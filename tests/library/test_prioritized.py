@@ -54,6 +54,12 @@ def test_a_leaf_is_the_priority_and_eps_to_the_alpha_once():
     np.testing.assert_allclose(leaves_of(replay, keys), expected)
 
 
+def test_rows_that_come_together_see_the_priorities_before_them():
+    replay = new_replay(32)
+    leaves = leaves_of(replay, put(replay, [-1.0, 5.0, -1.0, 2.0]))
+    np.testing.assert_allclose(leaves, (np.array([1.0, 5.0, 5.0, 2.0]) + 1e-6) ** 0.6)
+
+
 def test_a_transition_without_a_priority_gets_the_largest_so_far():
     replay = new_replay(alpha=1.0, eps=0.0)
     np.testing.assert_array_equal(leaves_of(replay, put(replay, [-1.0, -1.0])), [1.0, 1.0])

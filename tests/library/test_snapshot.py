@@ -258,7 +258,7 @@ def test_a_flipped_bit_is_found_and_said(tmp_path, which):
     filled().save(tmp_path)
     (file,) = (tmp_path / name for name in files(tmp_path) if name.startswith(which))
     damage(file, file.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"damaged|no manifest"):
+    with pytest.raises(CheckpointError, match=r"damaged|not a manifest"):
         PrioritizedReplay.load(tmp_path)
 
 

@@ -27,20 +27,21 @@ def forget_kernel(first: int, count: int, tree: TreeArrays) -> None:
 def prioritise_kernel(
     indices: Any, magnitudes: Any, alpha: float, eps: float, largest: float, tree: TreeArrays
 ) -> float:
-    """Set leaves of new transitions: (|priority| + eps)^alpha, or `largest` if none is given.
+    """Set leaves of new transitions: (|priority| + eps)^alpha, or the largest if none is given.
 
-    A negative, NaN or infinite number counts as not given: a wrong number of an actor must not stop
-    the server. Returns the largest leaf so far.
+    That is `largest`, or a larger one of the rows before. A negative, NaN or infinite number counts
+    as not given: a wrong number of an actor must not stop the server.
+    Returns the largest leaf so far.
     """
     leaves = np.empty(len(indices))
     limit = priority_limit(tree[2])
     most = largest
     for b in range(len(indices)):
-        leaf = largest
+        leaf = most
         if magnitudes[b] >= 0.0:
             leaf = (magnitudes[b] + eps) ** alpha
             if not leaf <= limit:
-                leaf = largest
+                leaf = most
         leaves[b] = leaf
         most = max(most, leaf)
     update_kernel(*tree, indices, leaves)
