@@ -6,11 +6,16 @@ ends.
 
 import sys
 
-from zapex.cli.main import main
-from zapex.machine.child import child_setup
 
-words = sys.argv[1:]
-if words[:1] == ["--child"]:
-    child_setup(words[1])
-    words = words[2:]
-sys.exit(main(words))
+def _run(words: list[str]) -> int:
+    if words[:1] == ["--child"]:  # it is bound to its parent before it imports anything large
+        from zapex.machine.child import child_setup
+
+        child_setup(words[1])
+        words = words[2:]
+    from zapex.cli.main import main
+
+    return main(words)
+
+
+sys.exit(_run(sys.argv[1:]))

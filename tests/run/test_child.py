@@ -44,3 +44,19 @@ def test_config_error_in_a_role_is_one_line_and_a_status(monkeypatch, capsys):
         child.main(json.dumps(vars(ORDER)))
     assert ended.value.code == os.EX_CONFIG
     assert capsys.readouterr().out == "no GPU here\n"
+
+
+def test_orphaned_command_ends_before_it_imports_the_command() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(60)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "zapex", "--child", "actor 7", "version"],
+        env={"ZAPEX_PARENT_PID": str(gone.pid), "ZAPEX_INCARNATION": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"actor 7: the parent (pid {gone.pid}) is gone\n" in done.stderr
+    assert "zapex.cli" not in done.stderr
