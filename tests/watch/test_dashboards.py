@@ -226,6 +226,39 @@ def test_a_visdom_server_that_hangs_delays_nothing(tmp_path, monkeypatch):
         assert time.monotonic() - began_s < 20
 
 
+def test_a_visdom_server_that_answers_byte_by_byte_delays_the_end_for_two_timeouts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("zapex.watch.visdom._TIMEOUT_S", 0.5)
+    ended = threading.Event()
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            while not ended.wait(0.1):
+                self.wfile.write(b" ")
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        recorder = Visdom(tmp_path, f"http://127.0.0.1:{server.server_port}")
+        fake = fake_run.FakeRun()
+        monitor = fake.monitor(facts=fake_run.facts(tmp_path))
+        recorder.write(monitor.look(), fake.advance(5), [])
+        began_s = time.monotonic()
+        recorder.close()
+        assert time.monotonic() - began_s < 20
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def sent(monkeypatch):
     """The windows that a Visdom server would get: title -> the last message."""

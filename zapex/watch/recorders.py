@@ -273,7 +273,7 @@ def read_snapshot(run_dir: Path) -> Snapshot:
             "roles": tuple(RoleView(**v | {"silent": tuple(v["silent"])}) for v in stored["roles"]),
             "evaluations": tuple(map(_evaluation, stored["evaluations"])),
             "messages": tuple(Note(**m) for m in stored["messages"]),
-            "waiting": tuple(stored["waiting"]),
+            "waiting": tuple(stored.get("waiting", ())),  # none in older snapshots
         }
     )
 

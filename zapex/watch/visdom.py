@@ -1,9 +1,10 @@
 """The paper's dashboard in Visdom: scores of actors, transitions in memory, Q loss."""
 
 import json
+import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Visdom:
         self._windows: dict[str, dict[str, dict[str, Any]]] = {}
         for line in read_metrics(run_dir):  # of a run that is resumed
             self._add(line.get("steps", 0.0), {_LINES[t]: line[t] for t in line.keys() & _LINES})
-        self._pool, self._sent = ThreadPoolExecutor(1), Future[str]()
+        self._sent = Future[str]()
         self._sent.set_result("")
 
     def _add(self, steps: float, values: Mapping[tuple[str, str], float]) -> None:
@@ -52,18 +53,29 @@ class Visdom:
         values = {_LINES[tag]: found[tag] for tag in found.keys() & _LINES}
         self._add(snapshot.totals["steps"], values | scores)
         if self._sent.done():
-            before, self._sent = self._sent, self._pool.submit(_post, self._url, *self._messages())
+            before, self._sent = self._sent, self._send()
             before.result()
 
-    def _messages(self) -> Iterator[tuple[str, str]]:
+    def _send(self) -> Future[str]:
+        sent, messages = Future[str](), list[tuple[str, str]]()
         for title, lines in self._windows.items():
             window = {"eid": self._name, "win": title, "layout": _LAYOUT, "opts": {"title": title}}
-            yield "events", json.dumps({**window, "data": list(lines.values())})
+            messages.append(("events", json.dumps({**window, "data": list(lines.values())})))
+
+        def send() -> None:
+            try:
+                sent.set_result(_post(self._url, *messages))
+            except Exception as error:
+                sent.set_exception(error)
+
+        # A daemon, because a server that sends byte by byte can hold it for longer than a timeout.
+        threading.Thread(target=send, name="visdom", daemon=True).start()
+        return sent
 
     def close(self) -> None:
         """Send the last points; a server that hangs takes at most two timeouts."""
-        self._pool.submit(_post, self._url, *self._messages())
-        self._pool.shutdown()
+        if wait([self._sent], _TIMEOUT_S).done:
+            wait([self._send()], _TIMEOUT_S)
 
 
 def _post(url: str, *messages: tuple[str, str]) -> str:
@@ -74,7 +86,8 @@ def _post(url: str, *messages: tuple[str, str]) -> str:
             with urllib.request.urlopen(f"{url}/{endpoint}", text.encode(), _TIMEOUT_S) as response:
                 answer = response.read(1 << 20)
     except (OSError, HTTPException) as error:
-        raise PeerError(f"no answer from Visdom at {url}: {error}") from None
+        why = getattr(error, "reason", error)
+        raise PeerError(f"no answer from Visdom at {url}: {why}") from None
     return answer.decode(errors="replace")
 
 
@@ -83,7 +96,9 @@ def check(url: str) -> None:
     hint = "start one with `python -m visdom.server`, or leave --visdom out"
     try:
         found = json.loads(_post(url.rstrip("/"), ("env_state", "{}")))
-    except (PeerError, ValueError) as error:  # ValueError: no URL, or no JSON
+    except PeerError as error:
+        raise ConfigError(f"--visdom: {error}; {hint}") from None
+    except ValueError as error:  # no URL, or no JSON
         raise ConfigError(f"--visdom {url}: {error}; {hint}") from None
     if not isinstance(found, list):
         raise ConfigError(f"--visdom {url}: this is not a Visdom server; {hint}")
