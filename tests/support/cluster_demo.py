@@ -39,7 +39,7 @@ _SETTINGS = (
     " --samples-per-insert 4"  # so that actors do not displace the learner from its core
 )
 # Settings, and closing lines with paths and addresses that are of use only inside the demo.
-_LEFT_OUT = ("  --", "---", "Runs until", " run ", " curve ", " watch ", " go on ", " inspect ")
+_LEFT_OUT = ("  --", "---", "Runs until", " run ", " curve ", " watch ", " resume ", " inspect ")
 _PORT = 7711
 _POLL_S = 0.2
 _END_S = 20.0  # for the other hosts to end once the learner has
