@@ -251,6 +251,13 @@ def test_priorities_of_zero_are_never_drawn_and_too_few_others_are_refused():
         ({"capacity": 12.5}, "capacity must be a whole number, got 12.5"),
         ({"capacity": "many"}, "capacity must be a whole number, got 'many'"),
         ({"streams": None}, "streams must be a whole number"),
+        ({"timeout_s": np.nan}, "timeout_s must be a number from 0"),
+        ({"timeout_s": 1e30}, "timeout_s must be a number from 0"),
+        ({"timeout_s": -1}, "timeout_s must be a number from 0"),
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
+        ({"samples_per_insert": np.nan}, "samples_per_insert must be a number"),
+        ({"samples_per_insert": -1}, "samples_per_insert must be a number"),
+        ({"samples_per_insert": "8 a step"}, "samples_per_insert must be a number"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options, message):

@@ -1,5 +1,6 @@
 """Check and convert the arguments of a user, before the replay changes."""
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError, InvalidPriority, SchemaError
 
+MOST_TIMEOUT_S = 1e6  # poll takes milliseconds in 32 bits
 BOOL, INT64 = np.dtype(np.bool_), np.dtype(np.int64)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -22,6 +24,17 @@ def whole(value: Any, name: str) -> int:
         return operator.index(value)
     except TypeError:
         raise ConfigError(f"{name} must be a whole number, got {value!r}") from None
+
+
+def within(value: Any, name: str, least: float, most: float) -> float:
+    """`value` as a float. Raises ConfigError if it is no number from `least` to `most`."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= most:
+        raise ConfigError(f"{name} must be a number from {least:g} to {most:g}, got {value!r}")
+    return number
 
 
 def as_array(value: Any, name: str) -> NDArray[Any]:

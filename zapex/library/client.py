@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.arguments import magnitudes
+from zapex.chunks.arguments import MOST_TIMEOUT_S, magnitudes, within
 from zapex.chunks.schema import Schema
-from zapex.errors import ConfigError, ReplayError
+from zapex.errors import ReplayError
 from zapex.library.interface import ReplayInterface, SlotProvider
 from zapex.library.writer import Autoreset, Writer
 from zapex.wire.messages import Request
@@ -64,10 +64,8 @@ class ReplayClient(ReplayInterface):
     """Held during a group of calls."""
 
     def __init__(self, schema: Schema, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
         super().__init__(schema)
-        self.timeout_s = timeout_s
+        self.timeout_s = within(timeout_s, "timeout_s", 1e-3, MOST_TIMEOUT_S)
 
     def can_sample(self, batch_size: int) -> bool:
         """Whether `sample(batch_size)` would return at once."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.arguments import whole
+from zapex.chunks.arguments import MOST_TIMEOUT_S, whole, within
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COUNT, FREE, STATE
 from zapex.chunks.schema import Schema
@@ -346,6 +346,10 @@ class PrioritizedReplay(ReplayInterface):
         layout = ReplayLayout(
             schema, whole(capacity, "capacity"), whole(streams, "streams"), whole(chunk, "chunk")
         )
+        if seed is not None and whole(seed, "seed") < 0:
+            raise ConfigError(f"seed must be 0 or more, got {seed}")
+        samples_per_insert = within(samples_per_insert, "samples_per_insert", 0.0, 1e6)
+        timeout_s = within(timeout_s, "timeout_s", 0.0, MOST_TIMEOUT_S)
         self.core = OwnedReplay(
             layout, alpha, eps, seed, whole(min_size_to_sample, "min_size_to_sample"),
             whole(shard, "shard"), buffer, samples_per_insert=samples_per_insert,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.arguments import magnitudes
+from zapex.chunks.arguments import MOST_TIMEOUT_S, magnitudes
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import NO_KEY, by_shard, with_shard, without_shard
 from zapex.chunks.schema import Schema
@@ -368,8 +368,8 @@ def _check(urls: Sequence[str], shard_timeout_s: float) -> None:
     twice = [url for url, count in Counter(urls).items() if count > 1]
     if twice:
         raise ConfigError(f"each replay is named once, got {twice[0]} twice")
-    if not shard_timeout_s >= _LEAST_TIMEOUT_S:
+    if not _LEAST_TIMEOUT_S <= shard_timeout_s <= MOST_TIMEOUT_S:
         raise ConfigError(
             f"shard_timeout_s must be at least {_LEAST_TIMEOUT_S:g}, as a replay says something "
-            f"once a second, got {shard_timeout_s}"
+            f"once a second, and at most {MOST_TIMEOUT_S:g}, got {shard_timeout_s}"
         )
