@@ -291,3 +291,18 @@ def test_whole_and_double_numbers_are_accepted():
 @pytest.mark.usefixtures("mine")
 def test_a_misspelt_name_of_a_module_is_refused_with_the_right_one(env_id, meant):
     assert meant in refused(UnknownEnvironment, env_id)
+
+
+def test_whole_numbers_are_observations_of_a_space_of_floats(monkeypatch, tmp_path):
+    (tmp_path / "whole_numbers.py").write_text(
+        "import gymnasium, numpy as np\n"
+        "class Env(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0, 10, (2,), np.float32)\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return np.array([1, 2]), {}\n"
+        "    def step(self, action):\n"
+        "        return np.array([1, 2]), 1, False, False, {}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check("whole_numbers:Env").observation_dtype == "float32"

@@ -450,8 +450,8 @@ def _check_observation(env_id: str, call: str, space: Any, obs: Any, key: str = 
             f"{env_id}: {name} has shape {array.shape}, and its observation_space has "
             f"{space.shape}: make both the same"
         )
-    # Only floats may lose precision: integers would wrap.
-    casting: Literal["same_kind", "safe"] = "same_kind" if array.dtype.kind == "f" else "safe"
+    # Numbers may lose precision as floats; as narrower integers they would wrap.
+    casting: Literal["same_kind", "safe"] = "same_kind" if space.dtype.kind == "f" else "safe"
     if not np.can_cast(array.dtype, space.dtype, casting):
         raise ConfigError(
             f"{env_id}: {name} has dtype {array.dtype}, and its observation_space has "
