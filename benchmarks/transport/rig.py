@@ -138,18 +138,19 @@ class NetworkClient:
 
     def _weigh(self, link: ZmqLink, kind: Kind) -> None:
         """Count the bytes of messages of a kind, as they are received."""
-        table: dict[Kind, Callable[[Any], None]] = (
-            link.aside if kind in link.aside else link.handlers
-        )
-        take = table[kind]
+        raw = kind in link._raw
+        take = link._raw[kind] if raw else link.handlers[kind]
         self._received.setdefault(kind, 0)
 
         def weigh(message: Any) -> None:
-            frames = message if kind in link.aside else [message.parameters]
+            frames = message if raw else [message.parameters]
             self._received[kind] += sum(memoryview(frame).nbytes for frame in frames)
             take(message)
 
-        table[kind] = weigh
+        if raw:
+            link.register(raw={kind: weigh})
+        else:
+            link.register({kind: weigh})
 
     def bytes_of(self, call: Callable[[], object], kind: Kind) -> int:
         """What one call receives in messages of a kind."""
