@@ -19,7 +19,7 @@ DEVICES   ?= /dev
 GPU       := $(wildcard $(DEVICES)/nvidia[0-9]*)
 TORCH ?= $(or $(INSTALLED),$(if $(GPU),cuda,cpu))
 ASKS  := $(if $(INSTALLED),,$(if $(filter file,$(origin TORCH)),$(filter cuda,$(TORCH))))
-# An index with torch's CPU builds, beside pip's own; without it PyTorch's public one is tried once.
+# An index with torch's CPU builds, besides pip's own; without it PyTorch's public one is tried once.
 TORCH_INDEX ?=
 CPU_INDEX   ?= https://download.pytorch.org/whl/cpu
 
@@ -46,8 +46,8 @@ help:
 	  '  make test-slow  the tests that take too long for make test, an hour; some: ARGS="tests/stress"' \
 	  '  make smoke    each benchmark for some seconds' \
 	  '  make lint     ruff, mypy, direction of imports' \
-	  '  make fuzz     the decoders, as long as told: ARGS="--runs 10000000 --decoder push"' \
-	  '  make twin     the replay against a naive twin, as long as told: ARGS="--minutes 60 --seed 7"' \
+	  '  make fuzz     fuzz the decoders: ARGS="--runs 10000000 --decoder push"' \
+	  '  make twin     compare the replay with a naive twin: ARGS="--minutes 60 --seed 7"' \
 	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
 	  '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
@@ -56,7 +56,7 @@ help:
 	  '  make reproduce  measure the headline numbers again, in an hour; QUICK=1: in ten minutes' \
 	  '  make results  write the tables of docs/results.md and the pictures from benchmarks/results' \
 	  '  make paper    the systems of arXiv 2110.13506 and their figures, in runs/paper: ARGS=--quick in five minutes' \
-	  '  make venv     the environment alone, in $(VENV)  make clean   away with what was built' \
+	  '  make venv     the environment alone, in $(VENV)  make clean   remove build output' \
 	  '  make peers    other libraries to compare with, in .peers: make bench ARGS=--peers' \
 	  '  make peers-reverb   Reverb and its TensorFlow (600 MB), in .peers-reverb' \
 	  '  make peers-dqn      Stable-Baselines3, and what the DQN of CleanRL needs, in .peers-dqn' \
@@ -99,7 +99,7 @@ smoke: $(STAMP)
 fuzz: $(STAMP)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
 	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[fuzz]' || \
-	  echo 'atheris cannot be had: fuzzing without guidance by coverage' >&2
+	  echo 'atheris is not available; fuzzing without coverage guidance' >&2
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
 twin: $(STAMP)

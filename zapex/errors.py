@@ -8,7 +8,7 @@ ZapexError
 │   ├── NotEnoughData    a sample was asked of a replay that has too little
 │   ├── InvalidIndex     an index beyond the tree's capacity; an IndexError too
 │   └── InvalidPriority  NaN, infinite or (in the tree) negative
-├── SharedMemoryError    memory that cannot be had, or is not what it should be
+├── SharedMemoryError    shared memory could not be allocated, or is corrupt
 ├── PeerError
 │   ├── PeerDied         the process at the other end is gone
 │   ├── PeerTimeout      nothing came before the deadline
@@ -27,7 +27,7 @@ class ZapexError(Exception):
 
 
 class ConfigError(ZapexError, ValueError):
-    """A value the user gave cannot work; the message says the rule, the value and the mend."""
+    """A value the user gave cannot work; the message says the rule, the value and how to fix it."""
 
 
 class SchemaError(ConfigError):
@@ -55,7 +55,7 @@ class InvalidPriority(ReplayError, ValueError):
 
 
 class SharedMemoryError(ZapexError, OSError):
-    """Memory that cannot be had, or is not what it should be."""
+    """Shared memory could not be allocated, or is corrupt."""
 
 
 class PeerError(ZapexError):

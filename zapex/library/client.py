@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class ProcessLock:
-    """A re-entrant lock of one process. In a fork of it, it raises: it might be held for ever."""
+    """A re-entrant lock of one process. In a fork it raises: it might never be released."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.RLock(), os.getpid()

@@ -121,13 +121,22 @@ def connect(
     security = Security.load(str(keys), "client", insecure_network)
     if isinstance(target, str):
         return UrlClient(
-            target, schema, timeout_s=timeout_s, prefetch=prefetch, security=security,
+            target,
+            schema,
+            timeout_s=timeout_s,
+            prefetch=prefetch,
+            security=security,
             compress=compress,
-        )  # fmt: skip
+        )
     return ShardedClient(
-        urls, schema, timeout_s=timeout_s, prefetch=prefetch, security=security,
-        shard_timeout_s=shard_timeout_s, compress=compress,
-    )  # fmt: skip
+        urls,
+        schema,
+        timeout_s=timeout_s,
+        prefetch=prefetch,
+        security=security,
+        shard_timeout_s=shard_timeout_s,
+        compress=compress,
+    )
 
 
 def schema_text(path: str | Path, what: str) -> str:

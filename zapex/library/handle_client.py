@@ -151,8 +151,8 @@ class HandleLink:
         self._request[0] = kind, rows, option
         self._requests.try_offer(self._request)
         self._owner.wake()
-        patience_s = self._timeout_s + (self._waits_s if self._limited else 0.0)
-        self._wait(self._has_answer, patience_s)
+        timeout_s = self._timeout_s + (self._waits_s if self._limited else 0.0)
+        self._wait(self._has_answer, timeout_s)
         sequence, _ = self._answers.poll(1)
         error, a, b = self.at.answers.record(sequence).item()
         if error:

@@ -130,9 +130,15 @@ class HandleServer:
         # An abstract socket: a killed owner leaves no file.
         address = f"zapex-{os.getpid()}-{secrets.token_hex(16)}"
         self.handle = Handle(
-            address, json.dumps(layout.schema.describe()), layout.capacity, layout.streams,
-            layout.chunk, replay.shard, bool(replay.samples_per_insert), replay.timeout_s,
-        )  # fmt: skip
+            address,
+            json.dumps(layout.schema.describe()),
+            layout.capacity,
+            layout.streams,
+            layout.chunk,
+            replay.shard,
+            bool(replay.samples_per_insert),
+            replay.timeout_s,
+        )
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind("\0" + address)
         self._listener.listen(64)
@@ -148,12 +154,16 @@ class HandleServer:
         self._spin_s = spin_seconds(1, 100e-6)
         self._stopping = False
         self._handlers: dict[int, Callable[[OwnerLink, int, int], tuple[int, int] | None]] = {
-            Request.SAMPLE: self._sample, Request.UPDATE: self._update,
-            Request.STATS: self._stats, Request.CAN_SAMPLE: self._can_sample,
-            Request.RESERVE: self._reserve, Request.RELEASE: self._release,
-            Request.ADMIT: self._admit, Request.SLOT: self._open_slot,
+            Request.SAMPLE: self._sample,
+            Request.UPDATE: self._update,
+            Request.STATS: self._stats,
+            Request.CAN_SAMPLE: self._can_sample,
+            Request.RESERVE: self._reserve,
+            Request.RELEASE: self._release,
+            Request.ADMIT: self._admit,
+            Request.SLOT: self._open_slot,
             Request.GIVE_BACK: self._take_slot_back,
-        }  # fmt: skip
+        }
         replay.released, replay.catch_up = self._released, self.take_in
         self._populator = Populator(segment)
         self._thread = threading.Thread(target=self._run, name="zapex handle", daemon=True)

@@ -412,9 +412,17 @@ class Extender:
         while True:
             first = done
             done = packer.pack(
-                first, *columns, records, rows.reward, rows.discount, rows.terminated,
-                rows.magnitudes, provider.shard, indices, keys,
-            )  # fmt: skip
+                first,
+                *columns,
+                records,
+                rows.reward,
+                rows.discount,
+                rows.terminated,
+                rows.magnitudes,
+                provider.shard,
+                indices,
+                keys,
+            )
             # Announce before the next slot is opened: that may evict these rows.
             provider.grown(indices[first:done], rows.magnitudes[first:done], _NO_SLOTS)
             if done == count:

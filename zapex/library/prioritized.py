@@ -351,10 +351,17 @@ class PrioritizedReplay(ReplayInterface):
         samples_per_insert = within(samples_per_insert, "samples_per_insert", 0.0, 1e6)
         timeout_s = within(timeout_s, "timeout_s", 0.0, MOST_TIMEOUT_S)
         self.core = OwnedReplay(
-            layout, alpha, eps, seed, whole(min_size_to_sample, "min_size_to_sample"),
-            whole(shard, "shard"), buffer, samples_per_insert=samples_per_insert,
-            tolerance=whole(tolerance, "tolerance"), timeout_s=timeout_s,
-        )  # fmt: skip
+            layout,
+            alpha,
+            eps,
+            seed,
+            whole(min_size_to_sample, "min_size_to_sample"),
+            whole(shard, "shard"),
+            buffer,
+            samples_per_insert=samples_per_insert,
+            tolerance=whole(tolerance, "tolerance"),
+            timeout_s=timeout_s,
+        )
         if layout.capacity < 2 * layout.chunk:
             raise ConfigError(
                 f"capacity must be at least {2 * layout.chunk}, two chunks of {layout.chunk} "

@@ -32,7 +32,7 @@ from zapex.replay.shards import MOST_SHARDS, Part, Shares, check_method, share_o
 from zapex.sumtree_numba import Method
 from zapex.wire.messages import PRESENT, Call, Reply, Request
 
-_FRESH_S = 1.0  # what a shard has said of itself is asked anew after this time
+_FRESH_S = 1.0  # what a shard has said of itself is asked again after this time
 _LEAST_TIMEOUT_S = 1.5
 _LARGEST = ("chunk",)  # statistics that are not added up
 
@@ -110,14 +110,14 @@ class ShardedClient(ReplayClient):
 
     # What is known of each shard.
 
-    def _look(self, anew: bool = False) -> None:
+    def _look(self, again: bool = False) -> None:
         """Ask the shards of which nothing new is known; take what those that are away have said."""
         now_s = time.monotonic()
         asked = {}
         for shard, client in enumerate(self._clients):
             if self._shares.is_away(shard):
                 self._look_for(shard)
-            elif anew or now_s - self._looked_s[shard] > _FRESH_S:
+            elif again or now_s - self._looked_s[shard] > _FRESH_S:
                 asked[shard] = client.ask(Request.CAN_SAMPLE, 1)
         for shard, call in asked.items():
             reply = self._taken(shard, call)
@@ -169,7 +169,7 @@ class ShardedClient(ReplayClient):
             if not self._ahead:
                 self._look()
                 if self._shares.counts.sum() < rows:
-                    self._look(anew=True)  # others may have added some
+                    self._look(again=True)  # others may have added some
                 self._demand(rows)
                 self._ahead.append(self._planned(rows, method))
             planned = self._ahead.popleft()
@@ -258,9 +258,11 @@ class ShardedClient(ReplayClient):
                     continue
                 for some in np.split(rows, range(self._most_rows, len(rows), self._most_rows)):
                     call = self._clients[shard].ask(
-                        Request.UPDATE, len(some), keys=without_shard(keys[some]),
+                        Request.UPDATE,
+                        len(some),
+                        keys=without_shard(keys[some]),
                         priorities=priorities[some],
-                    )  # fmt: skip
+                    )
                     asked.append((shard, len(some), call))
             for shard, count, call in asked:
                 reply = self._taken(shard, call)
@@ -324,12 +326,12 @@ class ShardedClient(ReplayClient):
     def can_sample(self, batch_size: int) -> bool:
         """Whether `sample(batch_size)` would return at once."""
         with self._lock:
-            self._look(anew=True)
+            self._look(again=True)
             return int(self._shares.counts.sum()) >= batch_size > 0
 
     def __len__(self) -> int:
         with self._lock:
-            self._look(anew=True)
+            self._look(again=True)
             return int(self._shares.counts.sum())
 
     def stats(self) -> dict[str, float]:

@@ -52,9 +52,17 @@ class UrlLink:
     """One link, its lock, and how long to wait; `close()` may be called twice."""
 
     def __init__(
-        self, url: str, schema: Schema, form: Form | None, security: Security, timeout_s: float,
-        *, actors: int = 0, lock: ProcessLock | None = None, compress: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        schema: Schema,
+        form: Form | None,
+        security: Security,
+        timeout_s: float,
+        *,
+        actors: int = 0,
+        lock: ProcessLock | None = None,
+        compress: bool = False,
+    ) -> None:
         """form: None only asks for `welcome`. compress: what is pushed.
 
         Raises PeerTimeout, Refused, Fenced, ConfigError.
@@ -64,9 +72,17 @@ class UrlLink:
         self.chores: list[Callable[[], object]] = []
         self._closed = False
         self.link = ZmqLink(
-            url, "client", 1 + secrets.randbits(62), 1, form, CONFIG, security,
-            schema_hash=schema.hash, actors=actors, compressed=compress,
-        )  # fmt: skip
+            url,
+            "client",
+            1 + secrets.randbits(62),
+            1,
+            form,
+            CONFIG,
+            security,
+            schema_hash=schema.hash,
+            actors=actors,
+            compressed=compress,
+        )
         try:
             self.link.open(timeout_s)
         except BaseException:
@@ -302,9 +318,15 @@ class UrlClient(ReplayClient):
 
     def _open(self, actors: int = 0, lock: ProcessLock | None = None) -> UrlLink:
         link = UrlLink(
-            self.url, self.schema, self._form, self._security, self.timeout_s, actors=actors,
-            lock=lock, compress=self._compress,
-        )  # fmt: skip
+            self.url,
+            self.schema,
+            self._form,
+            self._security,
+            self.timeout_s,
+            actors=actors,
+            lock=lock,
+            compress=self._compress,
+        )
         link.look_while_idle()
         return link
 
@@ -447,8 +469,9 @@ class UrlClient(ReplayClient):
         batch_size, option = batch.layout.batch_size, METHODS.index(method)
         with self._link.lock:
             while self._ahead and (self._ahead[0].rows, self._ahead[0].option) != (
-                batch_size, option,
-            ):  # fmt: skip
+                batch_size,
+                option,
+            ):
                 self._forget(self._ahead.popleft())
             if not self._ahead:
                 self._ahead.append(self._send(Request.SAMPLE, batch_size, option))

@@ -159,9 +159,11 @@ class CallHandler(End):
         store = self._replay.store
         rows = store.header_rows
         there = (
-            (rows[:, STATE] == LIVE) & (rows[:, ACTOR] == actor)
-            & (rows[:, INCARNATION] == incarnation) & (rows[:, SEQUENCE] == sequence)
-        )  # fmt: skip
+            (rows[:, STATE] == LIVE)
+            & (rows[:, ACTOR] == actor)
+            & (rows[:, INCARNATION] == incarnation)
+            & (rows[:, SEQUENCE] == sequence)
+        )
         slots = np.flatnonzero(there)
         if not len(slots):
             return np.empty(0, np.int64)
@@ -280,13 +282,18 @@ def serve_library(config: LibraryConfig) -> int:
         supervisor.start(
             ProcessSpec(
                 name="replay",
-                argv=[sys.executable, "-m", "zapex.library.url_server", json.dumps(asdict(config)),
-                      str(segment.fd)],
+                argv=[
+                    sys.executable,
+                    "-m",
+                    "zapex.library.url_server",
+                    json.dumps(asdict(config)),
+                    str(segment.fd),
+                ],
                 log_path=log,
                 pass_fds=[segment.fd],
                 restart=True,
             )
-        )  # fmt: skip
+        )
         populator.start()
         said = 0
         try:
@@ -363,9 +370,13 @@ def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: in
 
     layout = config.layout
     replay = OwnedReplay(
-        layout, config.alpha, config.eps, config.seed, config.min_size_to_sample,
+        layout,
+        config.alpha,
+        config.eps,
+        config.seed,
+        config.min_size_to_sample,
         buffer=memory[: layout.nbytes],
-    )  # fmt: skip
+    )
     if len(replay):  # it must not repeat the draws of a former incarnation
         replay.rng = np.random.default_rng([config.seed, incarnation])
     form = form_of(layout)
@@ -373,9 +384,12 @@ def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: in
     needed = int(-(-config.samples_per_insert * grant // 1)) + form.batch_size
     limits = LimiterConfig(
         samples_per_insert=config.samples_per_insert,
-        min_size_to_sample=config.min_size_to_sample, tolerance=config.tolerance or 2 * needed,
-        grant=grant, batch=form.batch_size, capacity=layout.capacity,
-    )  # fmt: skip
+        min_size_to_sample=config.min_size_to_sample,
+        tolerance=config.tolerance or 2 * needed,
+        grant=grant,
+        batch=form.batch_size,
+        capacity=layout.capacity,
+    )
     roster = Roster(memory[align(layout.nbytes) :], config.writers, replay.store.header_rows)
     listener = listen(
         config.listen, config.security, form.largest_request_bytes, fstack=config.fstack

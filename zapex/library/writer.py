@@ -200,9 +200,13 @@ class Writer:
         self.close()
 
     def _last_of_step(
-        self, found: dict[str, NDArray[Any]], rewards: NDArray[np.float64],
-        terminals: NDArray[np.bool_], truncations: NDArray[np.bool_], final_obs: Any,
-    ) -> dict[str, NDArray[Any]]:  # fmt: skip
+        self,
+        found: dict[str, NDArray[Any]],
+        rewards: NDArray[np.float64],
+        terminals: NDArray[np.bool_],
+        truncations: NDArray[np.bool_],
+        final_obs: Any,
+    ) -> dict[str, NDArray[Any]]:
         """The last observations of this step in its own episodes, checked. It changes nothing."""
         if self._any_over and (self.autoreset != "next_step" or not self._ever_begun):
             raise ReplayError(

@@ -79,7 +79,7 @@ def free_bytes(directory: Path) -> int:
 def is_locked(path: Path) -> bool:
     """Whether a process holds the file's exclusive lock (flock); False where there is no file.
 
-    It holds a shared lock for a moment, so whoever takes the exclusive one must try again.
+    It holds a shared lock for a moment, so a process that takes the exclusive one must try again.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

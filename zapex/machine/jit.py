@@ -64,7 +64,7 @@ _FORK_HOOKS: list[Any] = []  # one, once a kernel is made
 
 
 def _compile_nothing_while_forking() -> None:
-    """Let a fork wait for Numba's lock: a child would wait for ever for one that was held."""
+    """Let a fork wait for Numba's lock: a child would never get one that was held."""
     from numba.core.compiler_lock import global_compiler_lock as lock
 
     if not _FORK_HOOKS:

@@ -199,7 +199,7 @@ def restore(
         rows[:] = headers
     rows[:, STATE] = FREE
     rows[new] = headers[old]
-    rows[:, HOST] = 0  # it plays no more: numbers of hosts begin anew
+    rows[:, HOST] = 0  # it no longer plays: host numbers start again
     jump = secrets.randbelow(GENERATION_MASK - 1)
     rows[:, GENERATION] = (rows[:, GENERATION] + jump) % GENERATION_MASK + 1
     replay.take_over(taken.reshape(-1), facts["replay"])
