@@ -53,9 +53,9 @@ def test_runs_that_differ_only_in_their_seed_form_a_group(tmp_path):
 def test_evaluations_are_compared_if_every_run_has_two_and_otherwise_training(tmp_path):
     two = a_run(tmp_path / "two", 30, evaluated=2)
     one = a_run(tmp_path / "one", 30, evaluated=1)
-    found, score = curves.read([two])
+    found, score, _ = curves.read([two])
     assert (score, found[0].score, len(found[0].points)) == ("evaluation", 60.0, 2)
-    found, score = curves.read([two, one])
+    found, score, _ = curves.read([two, one])
     assert (score, found[0].score, len(found[0].points)) == ("training", 30.0, 20)
     none = a_run(tmp_path / "none", 30, evaluated=0)
     with pytest.raises(ConfigError, match=str(none)):
@@ -115,7 +115,7 @@ def test_the_table_has_a_row_for_each_game_and_one_for_all(tmp_path):
 @pytest.mark.parametrize("by", ["config", "seed"])
 def test_one_run_is_enough_for_a_picture(tmp_path, by):
     runs = [a_run(tmp_path / "a", 30, seed=1), a_run(tmp_path / "b", 30, env="CartPole-v1")]
-    found, score = curves.read(runs)
+    found, score, _ = curves.read(runs)
     groups = curves.grouped(found)
     curves.draw_runs(groups, score, by, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
@@ -148,13 +148,48 @@ def test_a_run_becomes_a_png_in_its_directory(tmp_path, monkeypatch):
         curves.draw_run(tmp_path)
 
 
-def test_smoothing_is_the_mean_of_the_last_twentieth_of_the_run_or_of_five_points():
+def test_smoothing_is_the_mean_of_the_last_twentieth_of_the_run():
     minutes = np.arange(201.0)
     values = np.random.default_rng(0).normal(size=201)
     smoothed = curves.smooth(np.column_stack([minutes, values]))
     expected = [values[max(0, i - 10) : i + 1].mean() for i in range(201)]
     np.testing.assert_allclose(smoothed[:, 1], expected)
     np.testing.assert_array_equal(smoothed[:, 0], minutes)
-    points = np.column_stack([np.arange(8.0), np.arange(8.0)])
-    assert curves.smooth(points)[-1, 1] == 5
-    assert curves.smooth(points[:1]).tolist() == [[0, 0]]
+
+
+def drawn(run_dir: Path, returns: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
+    """Label -> values of the lines in the picture of a run with a return each second."""
+    lines = [
+        {"kind": "metrics", "wall_s": float(i), "frames": 10 * i, "charts/episodic_return": x}
+        for i, x in enumerate(returns, 1)
+    ]
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    figures, make = [], curves._figure
+    monkeypatch.setattr(curves, "_figure", lambda **x: figures.append(make(**x)) or figures[-1])
+    curves.draw_run(run_dir)
+    return {line.get_label(): list(line.get_ydata()) for line in figures[0].axes[0].lines}
+
+
+def test_a_short_run_is_drawn_as_it_was_and_a_long_one_smoothed(tmp_path, monkeypatch):
+    returns = [-0.10, 0.85, 0.90]
+    assert drawn(tmp_path, returns, monkeypatch)["all streams, while learning"] == returns
+    long = drawn(tmp_path, list(np.arange(100.0)), monkeypatch)
+    assert long["all streams, while learning: running mean"][-1] == 97
+
+
+def test_a_curve_is_never_drawn_through_a_link(tmp_path):
+    run = a_run(tmp_path / "run", 30)
+    fake_run.record([JsonLines(run)], 60, run)
+    (run / curves.CURVE_FILE).symlink_to(tmp_path / "new")
+    (run / f".{curves.CURVE_FILE}").symlink_to(tmp_path / "new")
+    curves.draw_run(run)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_without_a_finished_game_is_left_out(tmp_path):
+    played, new = a_run(tmp_path / "played", 30), tmp_path / "new"
+    new.mkdir()
+    (new / "config.toml").write_text(Config().to_toml())
+    found, score, left_out = curves.read([played, new])
+    assert ([curve.path for curve in found], score, left_out) == ([played], "evaluation", [new])

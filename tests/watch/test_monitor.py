@@ -11,7 +11,8 @@ from tests.support import fake_run
 from zapex.host.metrics import EPISODE, LIMITER_STATES
 from zapex.replay.limiter import LimiterConfig
 from zapex.watch.monitor import Episodes
-from zapex.watch.report import RunFacts
+from zapex.watch.recorders import JsonLines, read_evaluations, read_metrics, read_snapshot
+from zapex.watch.report import Evaluation, RunFacts, best_of
 
 
 class Recording:
@@ -239,6 +240,38 @@ def test_a_role_that_waits_has_a_reason(role, phase, state, gauges, facts):
 
 def test_a_role_that_works_has_no_reason():
     assert waits_of("learner", "forward", "actors wait") == ()
+
+
+def test_returns_that_are_not_finite_cost_only_themselves(tmp_path):
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(None, [JsonLines(tmp_path)], record_period_s=1)
+    bad = episodes([math.nan, 10.0, math.inf, 20.0, -math.inf], stream=0)
+    for evaluation in ((math.nan,), (1.0,), (math.inf,)):
+        monitor.add_evaluation(Evaluation(evaluation, 1, 10, 40, 1.0))
+    for _ in range(3):
+        fake.advance(2)
+        monitor.add_episodes(bad)
+        snapshot = monitor.tick()
+    assert snapshot.returns.all_mean == 15
+    assert snapshot.best_evaluation.mean == 1
+    texts = [note.text for note in monitor.close().messages]
+    assert [text for text in texts if "finite" in text] == texts[:1] == texts
+    metrics = [line for line in read_metrics(tmp_path) if line["kind"] == "metrics"]
+    assert [line["charts/episodic_return"] for line in metrics] == [15, 15, 15]
+    assert best_of(read_evaluations(tmp_path)).mean == 1
+    assert read_snapshot(tmp_path).best_evaluation.mean == 1
+
+
+def test_a_young_run_is_recorded_every_second_and_an_old_one_every_five():
+    recorder = Recording()
+    fake = fake_run.FakeRun()
+    monitor = fake.monitor(None, [recorder], facts=RunFacts("x"))
+    for _ in range(2000):
+        fake.now_ns += 5 * 10**8
+        monitor.tick()
+    times = np.diff([snapshot.wall_s for snapshot, *_ in recorder.written])
+    assert times[:90].tolist() == [1] * 90
+    assert times[-20:].tolist() == [5] * 20
 
 
 def test_messages_have_the_runs_clock_and_a_number():

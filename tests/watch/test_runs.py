@@ -83,11 +83,13 @@ def test_a_lock_of_another_host_has_no_process_here(tmp_path, trained):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"facts": 3}', '{"facts": {"x": 1}}'])
-def test_a_damaged_snapshot_counts_as_missing(tmp_path, damage):
+def test_a_run_with_a_damaged_snapshot_is_listed(tmp_path, damage):
     run = a_run(tmp_path / "run")
     (run / SNAPSHOT_FILE).write_text(damage)
-    assert runs.look(run).snapshot is None
-    assert runs.table([runs.look(run)], 80)[1].startswith("broken off")
+    known = runs.look(run)
+    assert known.snapshot is None
+    assert SNAPSHOT_FILE in known.damage
+    assert runs.table([known], 80)[1].startswith("broken off")
 
 
 def test_the_table_has_the_newest_run_first_and_never_cuts_a_name(tmp_path):
@@ -188,7 +190,7 @@ def test_a_run_of_another_user_can_be_watched(tmp_path, trained, monkeypatch):
     def refused(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "touch", refused)
+    monkeypatch.setattr(runs, "touch", refused)
     shown = Shown()
     assert runs.Attached(run, shown).look()
     assert len(shown.snapshots) == 1

@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import textwrap
-import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from zapex.config.fields import flag_of, parse_count
 from zapex.config.settings import FIELDS, Config, flatten, merged
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
+from zapex.machine.reading import read_toml
 
 T = TypeVar("T")
 Flags = Mapping[str, tuple[Any, ...]]  # field -> its types; a Literal's are its values
@@ -244,13 +244,7 @@ def key_values(args: list[str]) -> dict[str, Any]:
 
 def read_settings(path: str) -> dict[str, Any]:
     """Settings by name from a TOML file. Raises ConfigError."""
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{path} cannot be read: {reason}") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+    tables = read_toml(Path(path))
     try:
         values = flatten(tables)
         for name in values:

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from zapex.clusters.host import FACTS
 from zapex.config.clusters import TABLES
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
+from zapex.machine.reading import read_text, read_toml, say
 
 if TYPE_CHECKING:
     from zapex.clusters.placement import Launched
@@ -83,7 +83,7 @@ def _watch(run: "Launched") -> int:
 
 
 def _only_table(path: str) -> str:
-    tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    tables = read_toml(Path(path))
     found = [on for on in TABLES if on in tables]
     if len(found) == 1:
         return found[0]
@@ -119,7 +119,7 @@ def status(args: list[str]) -> int:
     if options.probe:
         return _probe(Path(options.probe), options.replay)
     run = _find(options.run)
-    print(f"{run.placement.name} on {run.placement.on}, {run.placement.directory}")
+    say(f"{run.placement.name} on {run.placement.on}, {run.placement.directory}")
     _print_states(run)
     return 0
 
@@ -127,7 +127,7 @@ def status(args: list[str]) -> int:
 def _print_states(run: "Launched") -> None:
     from zapex.clusters.placement import summary
 
-    print(*summary(run.states()), sep="\n")
+    say("\n".join(summary(run.states())))
 
 
 def _probe(run_dir: Path, url: str) -> int:
@@ -164,7 +164,7 @@ def logs(args: list[str]) -> int:
     """`zapex logs ROLE [RUN]`: the last lines that the hosts of one role printed."""
     what = "Print the last lines of each host of a role."
     options = parse(_LogsOptions(), args, "logs", what, "role [run]")
-    print(_find(options.run).log(options.role, options.lines))
+    say(_find(options.run).log(options.role, options.lines))
     return 0
 
 
@@ -203,4 +203,4 @@ def _find(text: str) -> "Launched":
         raise ConfigError(
             f"no launched run is called {text!r}, and no directory of that name has a {FACTS}{near}"
         )
-    return Launched.find(path.read_text(encoding="utf-8"))
+    return Launched.find(read_text(path))

@@ -24,6 +24,7 @@ from zapex.cli import balance, hosts, launch, play, runs, saved, train
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 from zapex.machine.child import LostInCallbacks
+from zapex.machine.reading import say
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _FLAG = re.compile(r"^  (--[a-z][a-z-]*)(?: (\S+))?", re.M)  # in a command's help
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
     except ZapexError as error:
-        print("zapex: " + " ".join(str(error).split()), file=sys.stderr)
+        say("zapex: " + " ".join(str(error).split()), sys.stderr)
         return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
     except OSError as error:
         broken = isinstance(error, BrokenPipeError)

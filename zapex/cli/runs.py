@@ -14,6 +14,7 @@ from typing import Literal
 from zapex.cli import play
 from zapex.cli.flags import parse
 from zapex.errors import ConfigError, ZapexError
+from zapex.machine.reading import say
 
 _STOP_S = 60.0  # a run takes five seconds to stop; the machine may be busy
 _PICTURES = (".png", ".svg", ".pdf")
@@ -46,9 +47,9 @@ def runs(args: list[str]) -> int:
         print("".join(json.dumps(facts) + "\n" for facts in known.described(found)), end="")
     elif found:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-        print(*known.table(found, width), sep="\n")
+        say("\n".join(known.table(found, width)))
     else:
-        print(f"no runs in {directory}")
+        say(f"no runs in {directory}")
     return 0
 
 
@@ -91,7 +92,7 @@ def _show(run_dir: Path, plain: bool) -> int:
     try:
         if now.state in ("running", "starting"):
             if now.snapshot is None:
-                print(f"{run_dir} is starting: numbers follow in a few seconds", flush=True)
+                say(f"{run_dir} is starting: numbers follow in a few seconds")
             with Attached(run_dir, open_view(plain)) as attached:
                 while attached.look():
                     attached.wait()
@@ -102,8 +103,10 @@ def _show(run_dir: Path, plain: bool) -> int:
             view.close()
     except KeyboardInterrupt:
         return _left(run_dir)
+    if now.damage:
+        raise ConfigError(now.damage)
     if now.snapshot is None:
-        print(f"{run_dir} {now.state}: it left no numbers")
+        say(f"{run_dir} {now.state}: it left no numbers")
         return 0
     from zapex.run import checkpoints
     from zapex.watch.curves import CURVE_FILE
@@ -121,7 +124,7 @@ def _left(run_dir: Path) -> int:
 
     if pid := training_process(run_dir):
         stop = f"zapex stop {shlex.quote(str(run_dir))}"
-        print(f"the run continues in process {pid}; `{stop}` stops it")
+        say(f"the run continues in process {pid}; `{stop}` stops it")
     return 0
 
 
@@ -160,13 +163,15 @@ def plot(args: list[str]) -> int:
     options = parse(_PlotOptions(), args, "plot", what, "runs")
     from zapex.watch import curves
 
-    found, score = curves.read(_runs(options.runs), options.score)
+    found, score, left_out = curves.read(_runs(options.runs), options.score)
     groups = curves.grouped(found)
-    print(f"score: {curves.SCORES[score]}, at the end of each run")
-    print(*curves.score_table(groups), sep="\n")
+    say(f"score: {curves.SCORES[score]}, at the end of each run")
+    for path in left_out:
+        say(f"left out, because it has none yet: {path}")
+    say("\n".join(curves.score_table(groups)))
     if options.out:
         curves.draw_runs(groups, score, options.by, Path(options.out))
-        print(f"picture {options.out}")
+        say(f"picture {options.out}")
     return 0
 
 
@@ -206,7 +211,8 @@ def compare(args: list[str]) -> int:
         return 0
     names = [path.name for path in paths]
     same = len(set(names)) < len(names)
-    print(*curves.settings_table([str(path) for path in paths] if same else names, found), sep="\n")
+    shown = [str(path) for path in paths] if same else names
+    say("\n".join(curves.settings_table(shown, found)))
     return 0
 
 
@@ -228,14 +234,14 @@ def stop(text: str) -> int:
     if not pid:
         if known.look(run_dir).state in ("running", "starting"):
             raise ConfigError(f"{run_dir} is trained on another host: stop it there")
-        print(f"{run_dir} is not being trained")
+        say(f"{run_dir} is not being trained")
         return 0
-    print(f"stopping {run_dir}; the learner saves first", flush=True)
+    say(f"stopping {run_dir}; the learner saves first")
     os.kill(pid, signal.SIGTERM)
     deadline_s = time.monotonic() + _STOP_S
     while known.training_process(run_dir) == pid:
         if time.monotonic() > deadline_s:
             raise ZapexError(f"process {pid} has not ended in {_STOP_S:.0f} s: kill -9 {pid}")
         time.sleep(0.1)
-    print(*known.table([known.look(run_dir)], 10_000), sep="\n")
+    say("\n".join(known.table([known.look(run_dir)], 10_000)))
     return 0

@@ -9,7 +9,6 @@ child, which saves. So does SIGUSR1, after which the command REQUEUE asks the sc
 this host again.
 """
 
-import json
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from typing import Any
 from zapex.errors import ConfigError
 from zapex.machine.child import PARENT_VARIABLE, child_setup
 from zapex.machine.disk import replace_whole
+from zapex.machine.reading import read_json, read_text, typed
 from zapex.machine.resources import CORES_VARIABLE
 from zapex.machine.supervisor import Died, Exited, GaveUp, ProcessSpec, Supervisor, status_in_words
 
@@ -181,8 +181,8 @@ def published(home: Path, facts: Mapping[str, Any]) -> str:
     """The addresses of all shards, as `--replay` takes them; "" while one is missing."""
     names = map(url_name, range(facts.get("shards", 1)))
     try:
-        urls = [(home / name).read_text(encoding="utf-8").strip() for name in names]
-    except OSError:
+        urls = [read_text(home / name).strip() for name in names]
+    except ConfigError:
         return ""
     return ",".join(urls) if all(urls) else ""
 
@@ -190,9 +190,10 @@ def published(home: Path, facts: Mapping[str, Any]) -> str:
 def facts_of(home: Path) -> dict[str, Any]:
     """launch.json of a launch. Raises ConfigError."""
     try:
-        facts = json.loads((home / FACTS).read_text(encoding="utf-8"))
-        return {"on": str(facts["on"]), "name": str(facts["name"]), **facts}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        facts: dict[str, Any] = typed(dict[str, Any], read_json(home / FACTS), FACTS)
+        named = {name: typed(str, facts.get(name), name) for name in ("on", "name")}
+        return facts | named | {"ids": typed(dict[str, Any], facts.get("ids", {}), "ids")}
+    except ConfigError as error:
         raise ConfigError(f"{home} is not a launched run: {error}") from None
 
 

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +26,7 @@ from zapex.config.settings import EnvConfig, ReplayConfig, flatten
 from zapex.errors import ConfigError, ZapexError
 from zapex.host.parts import PARTS, Part
 from zapex.machine.disk import replace_whole
+from zapex.machine.reading import parse_toml, read_text
 
 PENDING_S = 30.0
 """`launch` waits so long for hosts to start before it reports the scheduler's reason."""
@@ -110,7 +110,7 @@ class Placement:
     @property
     def grace_s(self) -> float:
         """How long a host may take to save and end; the scheduler may give it less."""
-        if flatten(tomllib.loads(self.settings)).get("save_replay", "never") == "never":
+        if flatten(parse_toml(self.settings, SETTINGS)).get("save_replay", "never") == "never":
             return GRACE_S
         return max(GRACE_S, getattr(self.table, "signal_s", _SAVE_S) - _REQUEUE_S)
 
@@ -180,10 +180,7 @@ def place(on: str, name: str, directory: Path, settings: str) -> Placement:
     Raises:
         ConfigError: something cannot work, as far as this can be seen before it is submitted.
     """
-    try:
-        tables = tomllib.loads(settings)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"this is not TOML: {error}") from None
+    tables = parse_toml(settings, "the settings file")
     values, table = flatten(tables), clusters.read(tables, on)
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _LONGEST_NAME:
         raise ConfigError(
@@ -278,7 +275,7 @@ class Launched:
         """The run of a launch directory. Raises ConfigError."""
         path = Path(directory)
         facts = facts_of(path)
-        text = (path / SETTINGS).read_text(encoding="utf-8")
+        text = read_text(path / SETTINGS)
         if not facts.get("ids"):
             raise ConfigError(f"{path} was created but never submitted: launch it again")
         return cls(place(facts["on"], facts["name"], path.absolute(), text), facts["ids"])
@@ -366,10 +363,7 @@ def settings_of(config: str | Path | Mapping[str, Any]) -> str:
             lines.append(f"[{section}]")
             lines += [f"{key} = {toml_value(value, key)}" for key, value in table.items()]
         return "\n".join([*lines, ""])
-    try:
-        return Path(config).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config} cannot be read: {error}") from None
+    return read_text(Path(config))
 
 
 def make_directory(placement: Placement) -> None:

@@ -24,6 +24,7 @@ from zapex.clusters.placement import KEY_OF, Group, Host, Placement, host_words
 from zapex.errors import ConfigError, ZapexError
 from zapex.machine.child import PARENT_VARIABLE
 from zapex.machine.disk import replace_whole
+from zapex.machine.reading import read_text
 
 NAMESPACE = "zapex"
 _LOOK_S = 1.0
@@ -310,8 +311,8 @@ class RayHost:
         if self.role != "replay":
             return published(self._home, self._facts)
         try:
-            return (self._home / url_name(self.index)).read_text(encoding="utf-8").strip()
-        except OSError:
+            return read_text(self._home / url_name(self.index)).strip()
+        except ConfigError:
             return ""
 
     def tail(self, lines: int) -> str:

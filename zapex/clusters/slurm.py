@@ -14,6 +14,7 @@ from typing import Any
 
 from zapex.clusters.placement import Group, Host, Placement, host_words, tool
 from zapex.errors import ConfigError, ZapexError
+from zapex.machine.reading import open_regular
 
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"}
 _RUNNING = {"RUNNING", "COMPLETING"}
@@ -109,7 +110,8 @@ class Slurm:
         """The files that the jobs write."""
         texts = []
         for path in sorted((self.placement.directory / "logs").glob(f"{role}-*")):
-            tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+            with open_regular(path) as file:
+                tail = file.read().decode(errors="replace").splitlines()[-lines:]
             texts.append("\n".join([f"--- {path}", *tail]))
         return "\n".join(texts)
 

@@ -95,4 +95,5 @@ class Games:
     @property
     def std(self) -> float:
         """The returns' standard deviation (of these games, not of the mean)."""
-        return float(np.std(self.returns))
+        with np.errstate(invalid="ignore"):  # of infinite returns it is NaN
+            return float(np.std(self.returns))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, overload
 from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError
 from zapex.library.handle import Handle
-from zapex.machine.disk import read_regular
+from zapex.machine.reading import read_regular
 
 _MOST_SCHEMA_BYTES = 1 << 20  # more is no schema
 

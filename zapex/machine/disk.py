@@ -1,13 +1,11 @@
-"""Files that are whole on the disk before anything names them, and files that end."""
+"""Files that are whole on the disk before anything names them, and locks."""
 
 import errno
 import fcntl
 import os
 import shutil
-import stat
 import zlib
 from collections.abc import Iterable
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +36,15 @@ def replace_whole(path: Path, parts: Iterable[Any], temporary: Path | None = Non
     sync_directory(path.parent)
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read. Raises OSError if it is none: a FIFO would block, a device never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a file. Raises OSError if it is none, or has more than `most_bytes`."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
-        return file.read(size)
+def open_to_append(path: Path) -> int:
+    """A descriptor of a file, new or not. Raises OSError for a link or a FIFO without a reader."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, flags, 0o666)
 
 
 def append_whole(path: Path, content: bytes) -> None:
     """Append all of it; if that fails, the file is as it was before."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = open_to_append(path)
     try:
         before, left = os.fstat(descriptor).st_size, memoryview(content)
         try:
@@ -67,6 +53,15 @@ def append_whole(path: Path, content: bytes) -> None:
         except OSError:
             os.ftruncate(descriptor, before)
             raise
+    finally:
+        os.close(descriptor)
+
+
+def touch(path: Path) -> None:
+    """Set a file's times to now, and create it if it is missing. Raises OSError for a link."""
+    descriptor = open_to_append(path)
+    try:
+        os.utime(descriptor)
     finally:
         os.close(descriptor)
 
@@ -82,7 +77,7 @@ def is_locked(path: Path) -> bool:
     It holds a shared lock for a moment, so a process that takes the exclusive one must try again.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

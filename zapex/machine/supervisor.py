@@ -39,6 +39,7 @@ from types import FrameType
 from typing import Any, BinaryIO, Self
 
 from zapex.machine.child import INCARNATION_VARIABLE, PARENT_VARIABLE, TERMINAL_SIGNALS
+from zapex.machine.disk import open_to_append
 
 # A pidfd does not report a stop, which must be noticed within 3 s; asking looks at every child.
 _LOOK_EVERY_S = 1.0
@@ -283,11 +284,11 @@ class _Child:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """The log, to append to; where a full disk has no room for a new one, nothing is kept."""
+    """The log, to append to; where a full disk or a stranger's file is, nothing is kept."""
     try:
-        return open(path, "ab", buffering=0)
+        return open(open_to_append(path), "ab", buffering=0)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENXIO):
             raise
         return open(os.devnull, "ab", buffering=0)
 

@@ -42,11 +42,10 @@ from zapex.chunks.layout import (
 from zapex.errors import CheckpointError
 from zapex.machine.disk import (
     free_bytes,
-    open_regular,
-    read_regular,
     sync_directory,
     write_whole,
 )
+from zapex.machine.reading import open_regular, read_regular
 from zapex.replay.core import ReplayCore, ReplayLayout
 
 FORMAT = 2

@@ -16,6 +16,7 @@ is their order. The steps in a name are for people: a resumed run may count them
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from zapex.config.settings import NETWORK_FIELDS, LearnerConfig
 from zapex.envs.environments import EnvironmentSpec
-from zapex.errors import CheckpointError
+from zapex.errors import CheckpointError, ConfigError
 from zapex.machine.disk import replace_whole
+from zapex.machine.reading import open_regular, parse_json, typed
 from zapex.run.network import network_of
 
 if TYPE_CHECKING:
@@ -119,6 +121,7 @@ def load(path: Path) -> Checkpoint:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path).close()
         with safe_open(path, framework="np") as file:
             facts = file.metadata() or {}
             written = facts.get("format", "")
@@ -140,11 +143,10 @@ def load(path: Path) -> Checkpoint:
     if facts.get("sha256") != _checksum(tensors, text, facts.get("number", "")):
         raise _damaged(path, "its checksum does not match")
     try:
-        state = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its state is not JSON ({error})") from error
-    if not isinstance(state, dict) or not isinstance(state.get("schema", {}), dict):
-        raise _damaged(path, "its state is not a table")
+        state = typed(dict[str, Any], parse_json(text, "its state"), "its state")
+        typed(dict[str, Any], state.get("schema", {}), "its schema")
+    except ConfigError as error:
+        raise _damaged(path, str(error)) from error
     return Checkpoint(path, tensors, state)
 
 
@@ -206,6 +208,7 @@ def _number(path: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path).close()
         with safe_open(path, framework="np") as file:
             return max(0, int((file.metadata() or {}).get("number", 0)))
     except FileNotFoundError:
@@ -285,7 +288,9 @@ def made_with(found: Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig] | None
     if facts is None:
         return None
     try:
-        return EnvironmentSpec(**facts["environment"]), LearnerConfig(**facts["network"])
+        facts = typed(dict[str, dict[str, Any]], facts, "policy")
+        spec = typed(EnvironmentSpec, facts["environment"], "environment")
+        return spec, LearnerConfig(**facts["network"])
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{found.path} does not say what its network is made from: {error}"
@@ -428,12 +433,13 @@ class BestNetwork:
         self._report = report
         self._unwritten: tuple[dict[str, Any], dict[str, Any]] | None = None
         path = best(run_dir)
-        self._mean = load(path).state["mean_return"] if path else float("-inf")
+        mean = load(path).state.get("mean_return") if path else None
+        self._mean = mean if isinstance(mean, (int, float)) and math.isfinite(mean) else -math.inf
 
     def offer(self, returns: Sequence[float], version: int, totals: dict[str, float]) -> None:
-        """Keep the present network if its mean return is the best so far."""
+        """Keep the present network if its mean return is the best so far, and finite."""
         mean = float(np.mean(returns))
-        if mean > self._mean:
+        if math.isfinite(mean) and mean > self._mean:
             self._mean = mean
             self._unwritten = self._best(mean, returns, version, totals)
         if self._unwritten and _saved(self._run_dir, BEST, *self._unwritten, self._report):

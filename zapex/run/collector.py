@@ -15,7 +15,7 @@ from zapex.errors import ConfigError
 from zapex.host.metrics import Role
 from zapex.host.plan import FENCED, NEWS, OVER
 from zapex.host.roster import SaveWords
-from zapex.machine.disk import why_not_written
+from zapex.machine.disk import open_to_append, why_not_written
 from zapex.machine.resources import process_age_s
 from zapex.run import checkpoints, directory
 from zapex.run.run import Run
@@ -75,7 +75,7 @@ class Ending:
 def _say_into(path: Path) -> None:
     """Make a file the standard output of this process, and nothing its input."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    file = open_to_append(path)
     for descriptor, instead in ((0, nothing), (1, file), (2, file)):
         os.dup2(instead, descriptor)
     os.close(nothing)

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import itertools
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,11 +12,12 @@ from typing import Any
 
 from zapex.errors import ConfigError
 from zapex.machine.disk import replace_whole
+from zapex.machine.reading import typed
 from zapex.run import checkpoints
 from zapex.run.keeping import is_saved
 from zapex.run.run import Run
 from zapex.watch import recorders
-from zapex.watch.report import Evaluation
+from zapex.watch.report import Evaluation, best_of
 from zapex.watch.runs import LOCK_FILE
 
 _LOCK_S = 0.5  # `zapex watch` and `zapex runs` hold a shared lock for a moment
@@ -107,12 +107,9 @@ def evaluations(run_dir: Path) -> list[Evaluation]:
     found = recorders.read_evaluations(run_dir)
     best = checkpoints.best(run_dir)
     state = checkpoints.load(best).state if best is not None else {}
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # of a version that stored less
-        returns = tuple(float(x) for x in state["returns"])
-        totals, version = _totals(state), int(state["params_version"])
-        at = int(totals["steps"]), int(totals["frames"]), float(totals["wall_s"])
-        one = Evaluation(returns, version, *at)
-        if math.isfinite(one.mean) and one.mean > max((e.mean for e in found), default=-math.inf):
+    with contextlib.suppress(ConfigError):  # of a version that stored less
+        one: Evaluation = typed(Evaluation, {**state, **_totals(state)})
+        if best_of([*found, one]) is one:
             found.append(one)
     return found
 

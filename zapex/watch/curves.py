@@ -1,7 +1,6 @@
 """Learning curves: the picture of one run, and runs compared by settings, scores and curves."""
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from numpy.typing import NDArray
 
 from zapex.envs.scores import human_share
 from zapex.errors import ConfigError
-from zapex.watch.recorders import read_metrics
+from zapex.machine.reading import read_toml
+from zapex.watch.recorders import is_number, read_metrics
 from zapex.watch.runs import SETTINGS_FILE
 from zapex.watch.terminal import count, in_columns, number
 
@@ -23,17 +23,24 @@ SCORES: Final = {
     "greedy": "mean return of the last 10 games of the greediest stream",
 }
 """What runs are compared by, and how a legend names it."""
-_TAGS: Final = {
-    "evaluation": "mean",
-    "training": "charts/episodic_return_last100",
-    "greedy": "charts/episodic_return_greedy_last10",
+_SCORE_ROWS: Final = {
+    "evaluation": ("frames", "mean"),
+    "training": ("frames", "charts/episodic_return_last100"),
+    "greedy": ("frames", "charts/episodic_return_greedy_last10"),
+}
+_RUN_ROWS: Final = {
+    "all streams": ("charts/episodic_return",),
+    "greediest stream": ("charts/episodic_return_greedy",),
+    "evaluation": ("mean", "std"),
+    "clock": ("frames", "charts/frames"),
 }
 MISSING: Final = "-"
 """In place of a setting that a run does not have, for example because it is of another version."""
 _NOT_LEARNED_FROM: Final = {"run", "slurm", "kubernetes", "ray", "eval_period_s"}  # tables and keys
 _RESAMPLES: Final = 2_000
 _POINTS: Final = 200
-_ALL, _GREEDY, _EVALUATED, _QUIET = "#9aa5b1", "#2f7ed8", "#1b9e5a", "#6b7280"
+_LEAST_SMOOTHED: Final = 50  # fewer points are drawn as they are
+_ALL, _GREEDY, _GREEN, _QUIET = "#9aa5b1", "#2f7ed8", "#1b9e5a", "#6b7280"
 
 Floats = NDArray[np.float64]
 Settings = Mapping[str, Mapping[str, Any]]
@@ -52,11 +59,7 @@ def settings_of(path: Path) -> Settings:
         ConfigError: the file cannot be read.
     """
     file = path / SETTINGS_FILE if path.is_dir() else path
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as settings: {error}") from None
-    return {name: table for name, table in tables.items() if isinstance(table, dict)}
+    return {name: table for name, table in read_toml(file).items() if isinstance(table, dict)}
 
 
 def differing(runs: Sequence[Settings]) -> dict[str, list[Any]]:
@@ -112,32 +115,45 @@ Groups = Mapping[str, Mapping[str, Sequence[Curve]]]
 """Environment -> configuration as text -> its runs, which differ only in their seed."""
 
 
-def read(runs: Sequence[Path], score: str = "auto") -> tuple[list[Curve], str]:
-    """The curves of runs, and which of SCORES they show.
+def read(runs: Sequence[Path], score: str = "auto") -> tuple[list[Curve], str, list[Path]]:
+    """The curves of runs, which of SCORES they show, and the runs that have no such score yet.
 
     Args:
         runs: directories of runs.
         score: one of SCORES; "auto": evaluations if every run has at least two, else training.
 
     Raises:
-        ConfigError: a run has no such scores.
+        ConfigError: no run has such scores, or a file cannot be read.
     """
-    lines = {path: list(read_metrics(path)) for path in runs}
+    points = {path: _points(path, _SCORE_ROWS) for path in runs}
     if score == "auto":
-        evaluated = [sum(x.get("kind") == "evaluation" for x in lines[path]) for path in runs]
-        score = "evaluation" if min(evaluated, default=0) >= 2 else "training"
-    kinds, tag = {"evaluation"} if score == "evaluation" else {"metrics", "final"}, _TAGS[score]
-    curves = []
-    for path in runs:
-        points = [
-            (line["wall_s"] / 60, line["frames"], line[tag])
-            for line in lines[path]
-            if line.get("kind") in kinds and tag in line
+        evaluated = [
+            len(found["evaluation"]) for found in points.values() if any(map(len, found.values()))
         ]
-        if not points:
-            raise ConfigError(f"{path} has stored no {SCORES[score]}: leave it out")
-        curves.append(Curve(path, settings_of(path), np.array(sorted(points), np.float64)))
-    return curves, score
+        score = "evaluation" if min(evaluated, default=0) >= 2 else "training"
+    curves = [
+        Curve(path, settings_of(path), found[score])
+        for path, found in points.items()
+        if len(found[score])
+    ]
+    if not curves:
+        raise ConfigError(f"no {SCORES[score]} is stored yet: {', '.join(map(str, runs))}")
+    return curves, score, [path for path, found in points.items() if not len(found[score])]
+
+
+def _points(run_dir: Path, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Floats]:
+    """Name -> (n, 1 + tags) of minutes and the values of tags in metrics.jsonl, by time.
+
+    wanted: name -> the tags. A line counts if all of them are there and finite.
+    """
+    rows: dict[str, list[list[float]]] = {name: [] for name in wanted}
+    for line in read_metrics(run_dir):
+        minutes = line["wall_s"] / 60 if is_number(line.get("wall_s")) else math.nan
+        for name, tags in wanted.items():
+            row = [x for x in (minutes, *map(line.get, tags)) if is_number(x)]
+            if len(row) == 1 + len(tags):
+                rows[name].append(row)
+    return {n: np.array(sorted(rows[n])).reshape(-1, 1 + len(tags)) for n, tags in wanted.items()}
 
 
 def grouped(curves: Sequence[Curve]) -> Groups:
@@ -300,78 +316,64 @@ def draw_run(run_dir: Path, references: Mapping[str, float] | None = None, title
     Raises:
         ConfigError: matplotlib is missing, or the run has stored no returns.
     """
-    lines = list(read_metrics(run_dir))
-    metrics = [line for line in lines if line.get("kind") in ("metrics", "final")]
-    evaluations = [line for line in lines if line.get("kind") == "evaluation"]
-    streams = {
-        "all streams": (_points(metrics, "charts/episodic_return"), _ALL),
-        "greediest stream": (_points(metrics, "charts/episodic_return_greedy"), _GREEDY),
-    }
-    if not evaluations and not len(streams["all streams"][0]):
+    found = _points(run_dir, _RUN_ROWS)
+    evaluated, clock = found.pop("evaluation"), found.pop("clock")[:, :2]
+    if not len(evaluated) and not len(found["all streams"]):
         raise ConfigError(f"{run_dir} has stored no returns yet: nothing to draw")
-    figure = _figure(figsize=(8, 4.5), dpi=150)
+    figure = _figure(figsize=(8, 4.8), dpi=150)
     axes = figure.add_subplot()
     for name, value in (references or {}).items():
         axes.axhline(value, color=_QUIET, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 0), "va": "center"}
         _annotate(axes, f"{name} {value:g}", (1, value), color=_QUIET, **place)
-    for label, (points, colour) in streams.items():
-        if len(points):
-            axes.plot(*points.T, ".", color=colour, markersize=3, alpha=0.35, markeredgewidth=0)
+    for (label, points), colour in zip(found.items(), (_ALL, _GREEDY), strict=True):
+        few = len(points) < _LEAST_SMOOTHED
+        named = {"label": f"{label}, while learning"} if few and len(points) else {}
+        look = {"markersize": 5 if few else 3, "alpha": 0.9 if few else 0.4, "markeredgewidth": 0}
+        axes.plot(*points.T, "o", color=colour, clip_on=False, **look, **named)
+        if not few:
             mean = f"{label}, while learning: running mean"
             axes.plot(*smooth(points).T, color=colour, linewidth=1.8, label=mean)
-    if evaluations:
+    if len(evaluated):
         # No lines between the points: nothing was measured there. The last one has its value.
-        points, spread = _points(evaluations, "mean"), [line["std"] for line in evaluations]
-        style = {"color": _EVALUATED, "markersize": 5, "elinewidth": 0.8, "capsize": 2}
-        label = "evaluation, greedy: mean ± standard deviation"
-        axes.errorbar(*points.T, yerr=spread, fmt="o", label=label, **style)
+        minutes, means, spread = evaluated.T
+        style = {"color": _GREEN, "markersize": 5, "elinewidth": 0.8, "capsize": 2}
+        label = "evaluation: mean ± standard deviation"
+        axes.errorbar(minutes, means, yerr=spread, fmt="D", label=label, clip_on=False, **style)
         place = {"xytext": (0, 4), "ha": "center", "va": "bottom", "fontweight": "bold"}
-        top = (points[-1, 0], points[-1, 1] + spread[-1])
-        _annotate(axes, number(points[-1, 1]), top, color=_EVALUATED, **place)
-    axes.set_xlim(0, max(line["wall_s"] / 60 for line in lines if "wall_s" in line))
+        top = (minutes[-1], means[-1] + spread[-1])
+        _annotate(axes, number(means[-1]), top, color=_GREEN, **place)
+    axes.set_xlim(0, max(x[-1, 0] for x in (clock, evaluated, *found.values()) if len(x)))
     axes.set(xlabel="minutes", ylabel="return per game")
     axes.set_title(title, loc="left", fontsize=11)
     _plain_frame(axes)
-    axes.legend(loc="upper left", fontsize=8, framealpha=0.9, edgecolor="none")
-    if metrics and metrics[-1]["frames"] > 0:
-        _draw_frames_axis(axes, metrics)
-    path = run_dir / CURVE_FILE
-    figure.savefig(path)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    if len(clock) and clock[-1, 1] > 0:
+        _draw_frames_axis(axes, clock)
+    path, draft = run_dir / CURVE_FILE, run_dir / f".{CURVE_FILE}"
+    draft.unlink(missing_ok=True)  # it may be a link: never written through
+    figure.savefig(draft, format="png")
+    draft.replace(path)
     return path
 
 
 def smooth(points: Floats) -> Floats:
-    """The running mean of (n, 2) points of minutes and value.
-
-    It is over the last twentieth of the run, but over at least five points if there are five.
-    """
+    """The mean of (n, 2) points of minutes and value over the last twentieth of the run."""
     minutes, values = points.T
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(points))
     window = (minutes[-1] - minutes[0]) / 20
-    first = np.minimum(np.searchsorted(minutes, minutes - window), np.maximum(index - 4, 0))
-    means = (sums[index + 1] - sums[first]) / (index + 1 - first)
-    return np.column_stack([minutes, means])
+    first, end = np.searchsorted(minutes, minutes - window), np.arange(1, len(points) + 1)
+    return np.column_stack([minutes, (sums[end] - sums[first]) / (end - first)])
 
 
-def _points(lines: Sequence[Mapping[str, Any]], name: str) -> Floats:
-    pairs = [(line["wall_s"] / 60, line[name]) for line in lines if name in line]
-    return np.array(sorted(pairs), np.float64).reshape(-1, 2)
-
-
-def _draw_frames_axis(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
+def _draw_frames_axis(axes: Any, clock: Floats) -> None:
     """Frames along the top, at the time when they were played: speed is not constant."""
-    minutes, frames = (
-        [line["wall_s"] / 60 for line in metrics],
-        [line["frames"] for line in metrics],
-    )
-    step = 10 ** math.floor(math.log10(frames[-1]))
-    step = next(step * m for m in (0.1, 0.2, 0.5, 1, 2) if frames[-1] / (step * m) <= 6)
-    ticks = np.arange(step, frames[-1] + 1, step)
-    top = axes.secondary_xaxis("top")
-    labels = [count(tick).replace(".00", "") for tick in ticks]
-    top.set_xticks(np.interp(ticks, frames, minutes), labels)
+    from matplotlib.ticker import EngFormatter
+
+    minutes, frames = np.concatenate([[(0.0, 0.0)], clock]).T
+    functions = (lambda x: np.interp(x, minutes, frames), lambda x: np.interp(x, frames, minutes))
+    top = axes.secondary_xaxis("top", functions=functions)
+    top.xaxis.set_major_formatter(EngFormatter(sep=""))
     _style_top(top, "frames")
 
 

@@ -137,9 +137,10 @@ class Monitor:
         self._view_period_ns = int(view_period_s * 1e9)
         self._record_period_ns = int(record_period_s * 1e9)
         self._view_due_ns = 0
-        self._record_due_ns = clock_ns() + self._record_period_ns
+        self._record_due_ns = clock_ns() + min(self._record_period_ns, 10**9)
         self._episodes = Episodes(facts.greedy_stream)
         self._new_episodes: list[NDArray[Any]] = []
+        self._lost_episodes = 0  # whose return is not finite
         self._evaluations = list(evaluations)  # of the run's earlier sessions, too
         self._recorded_evaluations = len(self._evaluations)
         self._messages: deque[Note] = deque(maxlen=100)
@@ -152,10 +153,14 @@ class Monitor:
         self._window = deque([(clock_ns(), start)])  # the last few looks, the base of all rates
 
     def add_episodes(self, records: NDArray[Any]) -> None:
-        """Take finished episodes, dtype EPISODE."""
-        if len(records):
-            self._episodes.add(records)
-            self._new_episodes.append(records.copy())
+        """Take finished episodes, dtype EPISODE. A return that is not finite counts nowhere."""
+        finite = records[np.isfinite(records["game_return"])]
+        if len(finite) < len(records) and not self._lost_episodes:
+            self.message("a game's return is not finite: all such games are left out of the means")
+        self._lost_episodes += len(records) - len(finite)
+        if len(finite):
+            self._episodes.add(finite)
+            self._new_episodes.append(finite)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Take an evaluation."""
@@ -179,7 +184,8 @@ class Monitor:
         self._view_due_ns = now + self._view_period_ns
         snapshot = self.look()
         if now >= self._record_due_ns:
-            self._record_due_ns = now + self._record_period_ns
+            young_ns = max(1e9, snapshot.wall_s * 1e7)  # a hundred points at least, for the curve
+            self._record_due_ns = now + int(min(self._record_period_ns, young_ns))
             self._record(snapshot)
         self._show(snapshot)
         return snapshot

@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zapex.machine.disk import append_whole
+from zapex.machine.reading import open_regular, read_json, read_json_lines, typed
 from zapex.version import __version__
-from zapex.watch.report import TOTALS, Evaluation, Note, Returns, RoleView, RunFacts, Snapshot
+from zapex.watch.report import TOTALS, Evaluation, Snapshot
 
 METRICS_FILE: Final = "metrics.jsonl"
 SNAPSHOT_FILE: Final = "snapshot.json"
@@ -109,9 +110,12 @@ class JsonLines:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._path = run_dir, run_dir / METRICS_FILE
-        # A killed run may have left half a line.
-        whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
-        self._unwritten = b"" if whole else b"\n"
+        self._unwritten = b""
+        if self._path.exists():
+            with open_regular(self._path) as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                if file.read() not in (b"", b"\n"):  # a killed run has left half a line
+                    self._unwritten = b"\n"
 
     def write(
         self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: Sequence[Evaluation]
@@ -135,7 +139,7 @@ class JsonLines:
         if len(greedy):
             line["charts/episodic_return_greedy"] = float(greedy["game_return"].mean())
         lines.append(line)
-        self._unwritten += "".join(json.dumps(x, allow_nan=False) + "\n" for x in lines).encode()
+        self._unwritten += "".join(json.dumps(_plain(x)) + "\n" for x in lines).encode()
         self.close()
         _write_json(self._run_dir / SNAPSHOT_FILE, snapshot, indent=None)
 
@@ -223,16 +227,7 @@ def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) ->
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl; skips one that a killed run left unfinished."""
     path = run_dir / METRICS_FILE
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
+    return read_json_lines(path) if path.exists() else iter(())
 
 
 def read_base(run_dir: Path) -> dict[str, float]:
@@ -248,39 +243,25 @@ def raise_to(base: dict[str, float], found: Mapping[str, Any]) -> None:
     """Raise the counters of `base` to those in `found`; anything but a number is ignored."""
     for name in ("wall_s", "params_version", *TOTALS):
         value = found.get(name)
-        if isinstance(value, (int, float)) and math.isfinite(value):
+        if is_number(value):
             base[name] = max(base.get(name, 0.0), float(value))
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of metrics.jsonl is a finite number."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """All evaluations of a run so far, in their order."""
-    lines = read_metrics(run_dir)
-    return [_evaluation(line) for line in lines if line.get("kind") == "evaluation"]
+    """All evaluations of a run so far, in their order. Raises ConfigError."""
+    lines = (line for line in read_metrics(run_dir) if line.get("kind") == "evaluation")
+    return [typed(Evaluation, line, METRICS_FILE) for line in lines]
 
 
 def read_snapshot(run_dir: Path) -> Snapshot:
-    """The last snapshot that a run stored, to draw it again."""
-    stored = json.loads((run_dir / SNAPSHOT_FILE).read_text(encoding="utf-8"))
-    facts, returns = stored["facts"], stored["returns"]
-    facts["run_dir"] = facts["run_dir"] and Path(facts["run_dir"])
-    returns = {name: math.nan if value is None else value for name, value in returns.items()}
-    returns["greedy_history"] = tuple(returns["greedy_history"])
-    return Snapshot(
-        **stored
-        | {
-            "facts": RunFacts(**facts),
-            "returns": Returns(**returns),
-            "roles": tuple(RoleView(**v | {"silent": tuple(v["silent"])}) for v in stored["roles"]),
-            "evaluations": tuple(map(_evaluation, stored["evaluations"])),
-            "messages": tuple(Note(**m) for m in stored["messages"]),
-            "waiting": tuple(stored.get("waiting", ())),  # none in older snapshots
-        }
-    )
-
-
-def _evaluation(stored: Mapping[str, Any]) -> Evaluation:
-    facts = {field.name: stored[field.name] for field in dataclasses.fields(Evaluation)}
-    return Evaluation(**facts | {"returns": tuple(facts["returns"])})
+    """The last snapshot that a run stored, to draw it again. Raises ConfigError."""
+    path = run_dir / SNAPSHOT_FILE
+    return typed(Snapshot, read_json(path), str(path))  # type: ignore[no-any-return]
 
 
 def _evaluation_facts(evaluation: Evaluation) -> dict[str, Any]:
@@ -294,9 +275,10 @@ def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
     indent: with None, Python encodes in C.
     """
     draft = path.with_suffix(".tmp")
-    text = json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
+    draft.unlink(missing_ok=True)
     try:
-        draft.write_text(text, encoding="utf-8")
+        with draft.open("x", encoding="utf-8") as file:  # a new file, and never a link's target
+            file.write(json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """The state of a run at one moment, as data; the outputs for it; and what `zapex.train` reports."""
 
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -72,6 +73,12 @@ class Evaluation(Games):
     steps: int
     frames: int
     wall_s: float
+
+
+def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:
+    """The first with the highest mean of those whose mean is finite; None: there is none."""
+    finite = (one for one in evaluations if math.isfinite(one.mean))
+    return max(finite, key=lambda one: one.mean, default=None)
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ class Snapshot:
     @property
     def best_evaluation(self) -> Evaluation | None:
         """The evaluation with the highest mean; None: there is none yet."""
-        return max(self.evaluations, key=lambda e: e.mean, default=None)
+        return best_of(self.evaluations)
 
 
 class View(Protocol):

@@ -1,7 +1,6 @@
 """The runs of a directory: which there are, what each does, and a live view of one."""
 
 import dataclasses
-import json
 import math
 import os
 import time
@@ -13,7 +12,8 @@ from typing import Any, Final, Self
 
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
-from zapex.machine.disk import is_locked
+from zapex.machine.disk import is_locked, touch
+from zapex.machine.reading import read_json, read_text, typed
 from zapex.watch.recorders import RESULT_FILE, SNAPSHOT_FILE, WATCHED_FILE, read_snapshot
 from zapex.watch.report import Note, Snapshot, View
 from zapex.watch.terminal import clock, count, in_columns, number
@@ -34,36 +34,35 @@ class Known:
     """A run as its directory shows it.
 
     state: "running", "starting" (no numbers yet), "ended", or "broken off": killed, or its machine
-    failed. snapshot: the last one stored. reason: why it ended, in words.
+    failed. snapshot: the last one stored, if it can be read. reason: why it ended, in words.
+    damage: why its files cannot be read; "": they can.
     """
 
     path: Path
     state: str
     snapshot: Snapshot | None
     reason: str = ""
+    damage: str = ""
 
 
 def look(run_dir: Path) -> Known:
-    """What a run does now. A file that cannot be read counts as missing."""
+    """What a run does now."""
     held = is_locked(run_dir / LOCK_FILE)
-    snapshot = stored_snapshot(run_dir)
+    snapshot, reason, damage = None, "", ""
+    try:
+        if (run_dir / SNAPSHOT_FILE).exists():
+            snapshot = read_snapshot(run_dir)
+        if snapshot is not None and snapshot.final and (run_dir / RESULT_FILE).exists():
+            result = typed(dict[str, Any], read_json(run_dir / RESULT_FILE), RESULT_FILE)
+            reason = typed(str, result.get("reason"), RESULT_FILE)
+    except ConfigError as error:
+        damage = str(error)
     final = snapshot is not None and snapshot.final
     if held:
-        return Known(run_dir, "starting" if snapshot is None or final else "running", snapshot)
-    if not final:
-        return Known(run_dir, "broken off", snapshot)
-    reason = ""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        reason = str(json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))["reason"])
-    return Known(run_dir, "ended", snapshot, reason)
-
-
-def stored_snapshot(run_dir: Path) -> Snapshot | None:
-    """The last snapshot that the run stored, if there is one that this version can read."""
-    try:
-        return read_snapshot(run_dir)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+        state = "starting" if snapshot is None or final else "running"
+    else:
+        state = "ended" if final else "broken off"
+    return Known(run_dir, state, snapshot, reason, damage)
 
 
 def training_process(run_dir: Path) -> int:
@@ -72,7 +71,7 @@ def training_process(run_dir: Path) -> int:
     if not is_locked(lock):
         return 0
     try:
-        pid = int(lock.read_text())
+        pid = int(read_text(lock))
         opened = [Path(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     except (OSError, ValueError):
         return 0
@@ -151,7 +150,7 @@ def described(known: Sequence[Known]) -> list[dict[str, Any]]:
             {
                 "run": str(one.path),
                 "state": one.state,
-                "reason": one.reason,
+                "reason": one.reason or one.damage,
                 "environment": shot.facts.environment if shot is not None else None,
                 "frames": shot.totals["frames"] if shot is not None else None,
                 "wall_s": shot.wall_s if shot is not None else None,
@@ -199,12 +198,12 @@ class Attached:
         if now_s - self._touched_s >= _TOUCH_S:
             self._touched_s = now_s
             with suppress(OSError):  # another user's run: it writes a snapshot every five seconds
-                (self._run_dir / WATCHED_FILE).touch()
+                touch(self._run_dir / WATCHED_FILE)
         if now_s - self._locked_s >= _LOCK_S:
             self._locked_s = now_s
             self._held = is_locked(self._run_dir / LOCK_FILE)
         if self._is_new():
-            self.snapshot = stored_snapshot(self._run_dir) or self.snapshot
+            self.snapshot = read_snapshot(self._run_dir)
             self._news_s = now_s
             self._show()
         elif self._held and min(now_s - self._news_s - _SILENT_S, now_s - self._noted_s - 1) > 0:
