@@ -248,6 +248,12 @@ def cluster() -> Iterator[Row]:
         ("replay server: waits", real, lambda r: r["shares"]["replay"]["wait"]),
     ):
         yield text, *(f"{100 * figure(found[f'{name}, {way}']):.1f} %" for way in ways)
+    for text, name in (("the paper's network", real), ("a step of 20 ms", paced)):
+        rates = [found[f"{name}, {way}"]["rates_per_s"] for way in ways]
+        yield (
+            f"{text}: batches/s, steps/s",
+            *(f"{rate['batches']:.1f}, {rate['frames'] / 4:,.0f}" for rate in rates),
+        )
 
 
 def survives() -> Iterator[Row]:
@@ -266,7 +272,7 @@ def survives() -> Iterator[Row]:
         str(roles["doubled"] + roles["torn_or_foreign"]), "`tests.stress.role_kills`",
     )  # fmt: skip
     for name, text in (
-        ("network_kills", "four roles over tcp, 300 kills and 101 cut or frozen links"),
+        ("network_kills", "four torch-free roles over tcp, 300 kills and 101 cut or frozen links"),
         ("network_kills_zmtp", "the same over zmtp, 100 kills and 30 cuts"),
         ("network_kills_fstack", "the same over F-Stack"),
     ):
@@ -311,7 +317,6 @@ COMMANDS = {
     "cluster": "zapex bench cluster",
     "simulate": "python -m benchmarks.transport.cluster_model",
     "paper": "zapex bench paper",
-    "paper_real": "zapex bench paper --real --actors 1 2",
     "paper_fstack": "zapex bench paper --systems a d-zmtp d-fstack",
     "paper_redis_fstack": "zapex bench paper --systems a",
     "kills": "python -m tests.stress.role_kills",

@@ -109,9 +109,10 @@ MEASUREMENTS = (
     ),
     Measurement(
         "replay", "zapex bench replay --peers", 5,
-        (Headline("`sample(512)` + `update_priorities` of Atari transitions in {:.2f} ms",
-                  pair("zapex")),
-         Headline("{:.2f} x a loop that only moves the frames", over(pair("zapex"), pair("roof"))),
+        (Headline("`sample(512, out=batch)` + `update_priorities` of Atari transitions in "
+                  "{:.2f} ms", pair("zapex")),
+         Headline("{:.2f} x a loop that only moves the frames", over(pair("zapex"), pair("roof")),
+                  False),
          Headline("cpprb takes {:.1f}", pair(*CPPRB)),
          Headline("TorchRL {:.1f}", pair("torchrl")),
          Headline("Reverb {:.1f}", pair("reverb"))),
@@ -138,10 +139,11 @@ MEASUREMENTS = (
          Headline("{:.0f} lost", kills("lost")), Headline("{:.0f} doubled", kills("doubled"))),
     ),
     Measurement(
-        "paper", "zapex bench paper --systems a c --actors 1 8", 15,
-        (Headline("{:.0f} % of the time with one actor over Redis", communication("a", 1)),
-         Headline("{:.0f} % with eight", communication("a", 8)),
-         Headline("with the replay in the network {:.0f} %", communication("c", 8))),
+        "paper", "zapex bench paper --systems a a2 b2 c --actors 8", 4,
+        (Headline("{:.0f} % of the time with pairs over Redis", communication("a", 8)),
+         Headline("{:.1f} % when each frame is sent once", communication("a2", 8)),
+         Headline("{:.1f} % over ZeroMQ", communication("b2", 8)),
+         Headline("{:.1f} % with the replay in the network", communication("c", 8))),
     ),
     Measurement(
         "learning", "make learning ARGS='--hours 4'", 0,

@@ -10,16 +10,16 @@
     d-zmtp    the same on zapex's own router; d-fstack: on F-Stack (their optimisation 2)
     e         one host, shared memory
 
-Roles are torch-free: real chunks of Breakout move, and a role sleeps where it would compute. With
---calibrate (the default) the sleeps are chosen so that in `a` with one actor 14.5 % of the time is
-communication, as in the paper; all other points are predictions from there. --actor-ms and
---learner-ms set them instead. As root with `ip` and `tc` each role has a network namespace of its
-own; a and c are also measured at 10 and 1 Gbit/s then. A point's figures are medians of five
-windows, between their p10 and p90 (`spreads`). A point with more than 80 % load of the
-cores is `host_bound`: a row that a queueing model predicts (`modelled`) follows it.
+Roles are torch-free: real chunks of Breakout move, and a role sleeps where it would compute, for
+--actor-ms before each push and --learner-ms for each batch. With the default pace, about 14.5 % of
+the time of `a` with one actor is communication on two cores of Zen 4, as in the paper. As root with
+`ip` and `tc` each role has a network namespace of its own; a and c are also measured at 10 and
+1 Gbit/s then. A point's figures are medians of five windows, between their p10 and p90 (`spreads`).
+A point with more than 80 % load of the cores is `host_bound`, and says nothing about the network.
 
 --real runs zapex's own commands on Breakout instead (a, c and e), in loopback, and takes the phases
-that their roles count. Each point then has five runs, in turns, in place of windows.
+that their roles count. Each point then has five runs, in turns, in place of windows. The share of a
+system whose steps/s or batches/s differ from those of `e` by more than a tenth is not compared.
 
 The file of --json gets a row after each point, with --real at the end. Called again, it goes on
 after the last one.
@@ -31,7 +31,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -41,25 +40,20 @@ import numpy as np
 
 from benchmarks.paper import figures
 from benchmarks.paper.experience import record, setting_of
-from benchmarks.paper.model import Cycle, share, transfer_s
 from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Child, Pace, Point, measure, over
 from benchmarks.paper.real import SYSTEMS as REAL
 from benchmarks.paper.real import measure_real
-from benchmarks.paper.roles import ACTOR_COMMUNICATION, LEARNER_COMMUNICATION
 from benchmarks.support.harness import arguments
 from benchmarks.support.machine import LEAST_ROUNDS, Watch, doubts
 from benchmarks.transport import fstack_place, redis_server
 from benchmarks.transport.server import warm
 from tests.support.netns import can_have_namespaces
 
-PAPER_SHARE = 0.145
 COUNTS = (1, 2, 4, 8)
 RATES = (10.0, 1.0)
 _OVERHEAD_S = 12.0  # of a point: its processes start and end
 _REAL_PORT = 7960
 _SLOW = 3  # the slowest rate needs as many times the seconds for as many pushes
-_TRIAL = Pace(actor_s=0.8, learner_s=0.5)
-_NEAR, _MOST_TRIALS, _TRIAL_WINDOWS = 0.04, 8, 3
 
 
 def points_of(options: Any, apart: bool) -> list[Point]:
@@ -82,44 +76,6 @@ def missing(point: Point, options: Any, bench: Bench) -> str:
     return ""
 
 
-def calibrated(share_at: Callable[[Pace], float]) -> Pace:
-    """Sleeps with which communication takes the paper's share. share_at: what a pace gives.
-
-    Both sleeps are scaled, again and again: how long the learner's pulls take follows from how
-    often actors push, and not from its own sleep. Raises RuntimeError if that does not end.
-    """
-    pace = _TRIAL
-    for _ in range(_MOST_TRIALS):
-        found = share_at(pace)
-        if abs(found / PAPER_SHARE - 1) < _NEAR:
-            return pace
-        scale = found / (1 - found) * (1 - PAPER_SHARE) / PAPER_SHARE
-        pace = replace(pace, actor_s=scale * pace.actor_s, learner_s=scale * pace.learner_s)
-    raise RuntimeError(
-        f"no pace was found at which communication takes {PAPER_SHARE:.1%}; the last one had "
-        f"{found:.1%}: is the machine quiet?"
-    )
-
-
-def modelled(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """The row that the queueing model predicts, from the same system with one actor."""
-    compute_s = alone["paced"]["actor_ms"] / 1000
-    shares = alone["actor_share"]
-    moved_s = compute_s * sum(shares[p] for p in ACTOR_COMMUNICATION) / shares["compute"]
-    server = alone["core_seconds"].get("server") or alone["core_seconds"]["learner"]
-    work_s = sum(thread["cpu_s"] for thread in server.values())
-    cycle = Cycle(compute_s, moved_s, work_s / max(1, alone["machine"]["pushes"]))
-    there, moves_s = share(cycle, row["actors"]), transfer_s(cycle, row["actors"])
-    learner = sum(alone["learner_share"].get(p, 0.0) for p in LEARNER_COMMUNICATION)
-    return {
-        **row, "modelled": True, "core_seconds": {}, "learner_share": alone["learner_share"],
-        "communication_share": (there + learner) / 2,
-        "actor_share": {"compute": 1 - there, "push": there},
-        "actor_push_ms": {"median": 1000 * moves_s}, "actor_pull_ms": {},
-        "push_hz": row["actors"] / (compute_s + moves_s), "spreads": {},
-    }  # fmt: skip
-
-
 def run_points(
     bench: Bench, todo: list[Point], rows: list[dict[str, Any]], options: Any
 ) -> list[str]:  # fmt: skip
@@ -130,7 +86,7 @@ def run_points(
     known = {(r["system"], r["actors"], r["gbit"] or 0.0) for r in rows if r["paced"]}
     failed: list[str] = []
     todo = [point for point in todo if point.key not in known]
-    pace = _pace(bench, rows, options)
+    pace = Pace(options.actor_ms / 1000, options.learner_ms / 1000)
     each_s = bench.windows * bench.seconds + bench.warm_s + _OVERHEAD_S
     print(f"{len(todo)} points, about {len(todo) * each_s / 60:.0f} minutes", flush=True)
     began_s = time.monotonic()
@@ -152,17 +108,6 @@ def run_points(
         if point.system == "a-fstack":
             row["machine"]["label"] = options.label
         rows.append(row)
-        alone = next(
-            (r for r in rows if r["system"] == point.system and r["actors"] == 1
-             and r["paced"] and not r["modelled"] and r["gbit"] == row["gbit"]), None,
-        )  # fmt: skip
-        if alone is not None and point.actors > 1:
-            predicted = modelled(row, alone)
-            row["machine"]["model_error"] = (
-                predicted["communication_share"] / max(1e-9, row["communication_share"]) - 1
-            )
-            if row["host_bound"]:
-                rows.append(predicted)
         if options.json:
             _write(options.json, rows)
         left_s = (time.monotonic() - began_s) / (done + 1) * (len(todo) - done - 1)
@@ -184,8 +129,7 @@ def run_real(rows: list[dict[str, Any]], options: Any) -> None:
         for system, actors in todo:
             row = measure_real(system, actors, options.seconds, next(ports))
             found[system, actors].append(row)
-            print(f"  round {turn} of {options.windows}: {system:9}{actors} actors, real: "
-                  f"communication {row['communication_share']:.1%}", flush=True)  # fmt: skip
+            print(f"  round {turn} of {options.windows}:{figures.line(row)}", flush=True)
     why_not = doubts(watch.facts, watch.report(), options.windows) + ["quick"] * options.quick
     for some in found.values():
         row = over(some)
@@ -193,32 +137,6 @@ def run_real(rows: list[dict[str, Any]], options: Any) -> None:
         rows.append(row)
     if options.json:
         _write(options.json, rows)
-
-
-def _pace(bench: Bench, rows: list[dict[str, Any]], options: Any) -> Pace:
-    before = [row["paced"] for row in rows if row["paced"]]
-    if before:  # of the run that goes on
-        paced = before[0]
-        return Pace(paced["actor_ms"] / 1000, paced["learner_ms"] / 1000, paced["set_every"])
-    given = options.actor_ms, options.learner_ms
-    if all(given):
-        return Pace(given[0] / 1000, given[1] / 1000)
-    if redis_server.missing():
-        sys.exit(f"--calibrate needs Redis ({redis_server.missing()}); or give both --actor-ms and "
-                 "--learner-ms")  # fmt: skip
-
-    long = replace(bench, windows=1, seconds=_TRIAL_WINDOWS * bench.seconds)
-
-    def share_at(pace: Pace) -> float:
-        found = float(measure(long, Point("a", 1), pace)["communication_share"])
-        tried_ms = 1000 * pace.actor_s
-        print(f"  {tried_ms:.0f} ms before each push: communication {found:.1%}", flush=True)
-        return found
-
-    pace = _TRIAL if options.quick else calibrated(share_at)
-    print(f"the pace: an actor computes {1000 * pace.actor_s:.0f} ms for each push, the learner "
-          f"{1000 * pace.learner_s:.0f} ms for each batch")  # fmt: skip
-    return pace
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -253,9 +171,8 @@ def _options(argv: list[str] | None) -> Any:
     parser.add_argument("--actors", nargs="+", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=None, help="of each window or run")
     parser.add_argument("--windows", type=int, default=None, help="of a point: 5; --quick: 2")
-    parser.add_argument("--actor-ms", type=float, default=0.0, help="computation for each push")
-    parser.add_argument("--learner-ms", type=float, default=0.0, help="computation for each batch")
-    parser.add_argument("--calibrate", action="store_true", help="choose both; the default")
+    parser.add_argument("--actor-ms", type=float, default=788.0, help="computation for each push")
+    parser.add_argument("--learner-ms", type=float, default=493.0, help="and for each batch")
     parser.add_argument("--real", action="store_true", help="real runs of a, c and e instead")
     parser.add_argument("--redis-url", default="", help="of a-fstack: a Redis that runs")
     parser.add_argument("--label", default="", help="of a-fstack: what that Redis is")
@@ -265,8 +182,6 @@ def _options(argv: list[str] | None) -> Any:
     options.actors = options.actors or list(COUNTS[:2] if options.quick else COUNTS)
     options.seconds = options.seconds or (2.0 if options.quick else 20.0 if options.real else 6.0)
     options.windows = options.windows or (2 if options.quick else LEAST_ROUNDS)
-    if options.calibrate:
-        options.actor_ms = options.learner_ms = 0.0
     return options
 
 

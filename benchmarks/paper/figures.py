@@ -13,6 +13,7 @@ from typing import Any
 
 PAPER_SHARE = {1: 0.145, 8: 0.190}
 """Communication in the paper's baseline, by actors."""
+_LIKE = 0.1
 NAMES = {
     "a": "Redis, pairs", "a-fstack": "Redis on F-Stack, pairs", "a2": "Redis, chunks",
     "b": "ZeroMQ, pairs", "b2": "ZeroMQ, chunks", "c": "in-network",
@@ -31,13 +32,17 @@ _LATENCIES = {
 def line(row: dict[str, Any]) -> str:
     """One row in a line."""
     gbit = f" at {row['gbit']:g} Gbit/s" if row["gbit"] else ""
-    load = "" if row["modelled"] else f", load {row['machine']['load']:.0%}"
-    bound = ", HOST-BOUND: does not count" if row["host_bound"] and not row["modelled"] else ""
-    return (
-        f"  {row['system']:9}{row['actors']} actors{gbit}: communication "
-        f"{row['communication_share']:.1%}, {row['push_hz']:.2f} pushes/s of "
-        f"{row['ideal_push_hz']:.2f}{load}{bound}"
-    )
+    if row["paced"]:
+        bound = ", HOST-BOUND: does not count" if row["host_bound"] else ""
+        share = "communication", row["communication_share"]
+        work = (
+            f"{row['push_hz']:.2f} pushes/s of {row['ideal_push_hz']:.2f}, load "
+            f"{row['machine']['load']:.0%}{bound}"
+        )
+    else:
+        share = "moving data", row["moving_share"]
+        work = f"{row['steps_per_s']:,.0f} steps/s, {row['batches_per_s']:.1f} batches/s"
+    return f"  {row['system']:9}{row['actors']} actors{gbit}: {share[0]} {share[1]:.1%}, {work}"
 
 
 def _ms(value: dict[str, float]) -> str:
@@ -55,12 +60,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = []
     some = [row for row in rows if row["paced"]]
-    some.sort(
-        key=lambda r: (r["gbit"] or 0, list(NAMES).index(r["system"]), r["actors"], r["modelled"])
-    )
+    some.sort(key=lambda r: (r["gbit"] or 0, list(NAMES).index(r["system"]), r["actors"]))
     for row in some:
         paper = PAPER_SHARE.get(row["actors"]) if row["system"] == "a" else None
-        notes = "modelled" if row["modelled"] else "host-bound" if row["host_bound"] else ""
+        notes = "host-bound" if row["host_bound"] else ""
         mb = {name: f"{n / 1e6:.2f}" for name, n in row["bytes"].items()}
         lines.append(
             f"| {row['system']} {NAMES[row['system']]} | {row['actors']} | {row['gbit'] or '-'} "
@@ -69,6 +72,16 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {mb['pull']} | {_ms(row['learner_set_ms'])} | {_ms(row['learner_sample_ms'])} "
             f"| {mb['sample']} | {row['learner_pull_experiences_per_s']:,.0f} "
             f"| {row['push_hz']:.2f} ({row['ideal_push_hz']:.2f}) | {notes} |"
+        )
+    real = [row for row in rows if not row["paced"]]
+    if real:
+        lines += ["", "| system | actors | steps/s | batches/s | moving data |", "|---" * 5 + "|"]
+    for row in real:
+        why_not = unequal(row, rows)
+        share = f"not compared: {why_not}" if why_not else f"{row['moving_share']:.1%}"
+        lines.append(
+            f"| {row['system']} {NAMES[row['system']]} | {row['actors']} "
+            f"| {row['steps_per_s']:,.0f} | {row['batches_per_s']:.1f} | {share} |"
         )
     return "\n".join([head, *lines])
 
@@ -81,8 +94,8 @@ def draw(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     tabled = directory / "table.md"
     tabled.write_text(table(rows) + "\n")
-    plain = [r for r in rows if r["paced"] and not r["gbit"] and not _doubled(r, rows)]
-    real = [row for row in rows if not row["paced"]]
+    plain = [row for row in rows if row["paced"] and not row["gbit"]]
+    real = [row for row in rows if not row["paced"] and not unequal(row, rows)]
     plain.sort(key=lambda row: (list(NAMES).index(row["system"]), row["actors"]))
     made = [tabled]
     drawings: dict[str, Callable[[Any, list[dict[str, Any]]], None]] = {
@@ -101,20 +114,20 @@ def draw(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
     return made
 
 
-def _doubled(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """A host-bound row whose modelled twin is there: the twin is drawn."""
-    twin = {**row, "modelled": True}
-    keys = ("system", "actors", "gbit", "modelled")
-    return (
-        row["host_bound"]
-        and not row["modelled"]
-        and any(all(other[k] == twin[k] for k in keys) for other in rows)
-    )
+def unequal(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """What a real run did more or less than the one over shared memory, by over a tenth; or ""."""
+    for other in rows:
+        if not other["paced"] and (other["system"], other["actors"]) == ("e", row["actors"]):
+            for name in ("steps_per_s", "batches_per_s"):
+                ratio = row[name] / other[name]
+                if abs(ratio - 1) > _LIKE:
+                    return f"{ratio:.2f} x the {name.replace('_per_', '/')} of e"
+    return ""
 
 
 def _label(row: dict[str, Any]) -> str:
     actors = f"{row['actors']} actor{'s' * (row['actors'] > 1)}"
-    return f"{NAMES[row['system']]}, {actors}" + (" (modelled)" if row["modelled"] else "")
+    return f"{NAMES[row['system']]}, {actors}"
 
 
 def _breakdown(figure: Any, rows: list[dict[str, Any]]) -> None:
@@ -143,7 +156,7 @@ def _breakdown(figure: Any, rows: list[dict[str, Any]]) -> None:
     figure.suptitle(
         f"Where {'paced' if paced else 'real'} roles spend their time. Dotted: the paper's 14.5 % "
         "of communication with one actor"
-        + (",\nto which Redis with pairs and one actor is calibrated" if paced else "")
+        + (",\nwhich Redis with pairs and one actor has at this pace" if paced else "")
     )
 
 
@@ -161,11 +174,6 @@ def _pushes(figure: Any, rows: list[dict[str, Any]]) -> None:
     for system, some in _by_system(rows).items():
         counts = [row["actors"] for row in some]
         left.plot(counts, [row["push_hz"] for row in some], "o-", ms=4, label=NAMES[system])
-        predicted = [row for row in some if row["modelled"]]
-        left.plot(
-            [row["actors"] for row in predicted], [row["push_hz"] for row in predicted], "kx",
-            label="_",
-        )  # fmt: skip
         shares = [100 * row["communication_share"] for row in some]
         right.plot(counts, shares, "o-", ms=4, label=NAMES[system])
     right.plot(
@@ -184,8 +192,6 @@ def _pushes(figure: Any, rows: list[dict[str, Any]]) -> None:
         axis.set_xticks(sorted(ideal))
         axis.grid(alpha=0.3)
     right.legend(fontsize=8)
-    if any(row["modelled"] for row in rows):
-        left.plot([], [], "kx", label="predicted by the model")
     left.set_ylim(bottom=0)
     left.legend(fontsize=8)
 
@@ -194,7 +200,7 @@ def _latencies(figure: Any, rows: list[dict[str, Any]]) -> None:
     axes = figure.subplots(2, 2).flatten()
     for axis, (key, title) in zip(axes, _LATENCIES.items(), strict=True):
         for system, some in _by_system(rows).items():
-            known = [row for row in some if row[key] and not row["modelled"]]
+            known = [row for row in some if row[key]]
             axis.plot(
                 [row["actors"] for row in known], [row[key]["median"] for row in known], "o-", ms=4,
                 label=NAMES[system],
@@ -229,8 +235,7 @@ def _pulls(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 def _server(figure: Any, rows: list[dict[str, Any]]) -> None:
     axis = figure.subplots()
-    some = [row for row in rows if not row["modelled"]]
-    for place, row in enumerate(some):
+    for place, row in enumerate(rows):
         phases, seconds = row["machine"]["server_phases_s"], row["machine"]["seconds"]
         role = "server" if "server" in row["core_seconds"] else "learner"
         threads = row["core_seconds"].get(role, {})
@@ -248,8 +253,7 @@ def _server(figure: Any, rows: list[dict[str, Any]]) -> None:
             label = name if not place else None
             axis.barh(place, 100 * spent / seconds, left=left, color=color, label=label)
             left += 100 * spent / seconds
-    labels = [_label(row) for row in some]
-    axis.set_yticks(range(len(some)), labels, fontsize=8)
+    axis.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
     axis.invert_yaxis()
     axis.set(
         title="Time for the replay: its server's, or Redis's and its learner's",

@@ -40,13 +40,13 @@ from zapex.host.metrics import RoleMetrics
 from zapex.shm_transport import HostMemory
 
 CLONE_NEWNET = 0x40000000
-LOAD_LIMIT = 0.8  # a point above it counts only as far as the model says
+LOAD_LIMIT = 0.8  # above it roles wait for cores, not for the network
 _PORT = 7300
 _START_S = 120.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SPREAD = (
     "communication_share", "actor_push_ms", "actor_pull_ms", "learner_set_ms", "learner_sample_ms",
-    "learner_pull_experiences_per_s", "push_hz",
+    "learner_pull_experiences_per_s", "push_hz", "moving_share", "steps_per_s", "batches_per_s",
 )  # fmt: skip
 FORMATS = {
     "a": "pairs", "a-fstack": "pairs", "a2": "chunks", "b": "pairs", "b2": "chunks", "c": "chunks",
@@ -337,7 +337,7 @@ def over(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     "spreads": the p10 and p90 of those that are no shares of one role.
     """
-    figures = [{name: row[name] for name in _SPREAD} for row in rows]
+    figures = [{name: row[name] for name in _SPREAD if name in row} for row in rows]
     return {**joined(rows, _median), "spreads": joined(figures, p10_p90)}
 
 
@@ -382,7 +382,7 @@ def _row(
         for role, cpu in facts["core_seconds"].items()
     }
     return {
-        "system": point.system, "modelled": False, "actors": point.actors,
+        "system": point.system, "actors": point.actors,
         "gbit": point.gbit or None, "format": FORMATS[point.system],
         "paced": {"actor_ms": 1000 * pace.actor_s, "learner_ms": 1000 * pace.learner_s,
                   "set_every": pace.set_every},

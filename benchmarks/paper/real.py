@@ -1,9 +1,11 @@
 """Real runs of Breakout, not paced: zapex's own commands, and the paper's baseline over Redis.
 
 A role's shares are the phases that it counts itself. On few cores roles compete for them, and the
-limiter of samples per insert makes the faster side wait: `wait` is not communication. In `c` an
-actor hands its chunks to its host's relay over shared memory, so the relay's shares are separate;
-in `a` an actor pushes to Redis itself, as in the paper.
+limiter of samples per insert makes the faster side wait: `wait` is not communication. Here an
+actor's `push` includes writing its chunks, and a learner's `sample` gathering the batch, which
+paced roles don't count: so it is `moving_share`, not `communication_share`. In `c` an actor hands
+its chunks to its host's relay over shared memory, so the relay's shares are separate; in `a` an
+actor pushes to Redis itself, as in the paper.
 """
 
 import contextlib
@@ -43,6 +45,7 @@ _ACTOR = {"pull": "pull", "push": "push", "wait": "wait"}
 _LEARNER = {"gather": "sample", "update": "update", "publish": "set", "wait": "wait"}
 _RELAY = {"push": "push", "pull": "pull", "report": "report", "idle": "wait"}
 _START_S, _END_S = 300.0, 60.0
+_SKIP = 4  # frames of a step
 
 
 def _commands(system: str, actors: int, port: int) -> dict[str, list[str]]:
@@ -110,17 +113,27 @@ def _measure_commands(system: str, actors: int, seconds: float, port: int) -> di
             while _snapshot(directory).get("totals", {}).get("batches", 0) < 2:
                 assert time.monotonic() < deadline, (directory / "learner.log").read_text()[-3000:]
                 time.sleep(0.5)
-            time.sleep(seconds)
-            found, actors_host = _snapshot(directory), _snapshot(directory, "actor")
+            before = found = _snapshot(directory)
+            deadline = time.monotonic() + seconds + _END_S
+            while (span_s := (found["time_ns"] - before["time_ns"]) / 1e9) < seconds:
+                assert time.monotonic() < deadline, (directory / "learner.log").read_text()[-3000:]
+                time.sleep(0.5)
+                found = _snapshot(directory) or found
+            actors_host = _snapshot(directory, "actor")
+    made = {name: found["totals"][name] - before["totals"][name] for name in ("frames", "batches")}
     return {
         "actor": _shares(found, "actor", _ACTOR),
         "learner": _shares(found, "learner", _LEARNER),
+        **_rates(made["frames"], made["batches"], span_s),
         "machine": {
             "totals": found["totals"],
-            "rates": found["rates"],
             "relay_share": _shares(actors_host, "relay", _RELAY),
         },
     }
+
+
+def _rates(frames: float, batches: float, seconds: float) -> dict[str, float]:
+    return {"steps_per_s": frames / _SKIP / seconds, "batches_per_s": batches / seconds}
 
 
 def _measure_baseline(actors: int, seconds: float, port: int) -> dict[str, Any]:
@@ -142,6 +155,8 @@ def _measure_baseline(actors: int, seconds: float, port: int) -> dict[str, Any]:
                 assert time.monotonic() < deadline, "the run did not begin in time"
                 assert all(role.poll() is None for role in roles), "a role has ended too early"
                 time.sleep(0.2)
+            for role in roles:
+                role.send_signal(signal.SIGUSR1)  # it counts from here
             time.sleep(seconds)
             for role in roles:
                 role.terminate()
@@ -152,16 +167,12 @@ def _measure_baseline(actors: int, seconds: float, port: int) -> dict[str, Any]:
                 process.wait()
     each = [_named(one["phases"], _ACTOR) for one in played]
     names = {name for one in each for name in one}
-    totals = {
-        "frames": sum(one["frames"] for one in played),
-        "transitions": sum(one["transitions"] for one in played),
-        "batches": learner["batches"],
-        "inserted": learner["inserted"],
-    }
+    frames = sum(one["frames"] for one in played)
     return {
         "actor": {name: sum(one.get(name, 0.0) for one in each) / actors for name in names},
         "learner": _named(learner["phases"], {}),
-        "machine": {"totals": totals},
+        **_rates(frames, learner["batches"], seconds),
+        "machine": {},
     }
 
 
@@ -171,29 +182,20 @@ def measure_real(system: str, actors: int, seconds: float, port: int) -> dict[st
         found = _measure_baseline(actors, seconds, port)
     else:
         found = _measure_commands(system, actors, seconds, port)
-    communication = [
+    moving = [
         1 - sum(one.get(name, 0.0) for name in ("compute", "wait")) / max(1e-9, sum(one.values()))
         for one in (found["actor"], found["learner"])
     ]
     return {
         "system": system,
-        "modelled": False,
         "actors": actors,
         "gbit": None,
         "format": FORMATS[system],
         "paced": None,
-        "bytes": {},
-        "host_bound": True,
-        "communication_share": sum(communication) / 2,
+        "moving_share": sum(moving) / 2,
         "actor_share": found["actor"],
         "learner_share": found["learner"],
-        "core_seconds": {},
-        "actor_push_ms": {},
-        "actor_pull_ms": {},
-        "learner_set_ms": {},
-        "learner_sample_ms": {},
-        "learner_pull_experiences_per_s": None,
-        "push_hz": None,
-        "ideal_push_hz": None,
+        "steps_per_s": found["steps_per_s"],
+        "batches_per_s": found["batches_per_s"],
         "machine": found["machine"],
     }

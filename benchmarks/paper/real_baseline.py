@@ -4,7 +4,7 @@
     python -m benchmarks.paper.real_baseline 0 URL FLAG ...
 
 The games, the networks and the actor's steps are those of `zapex train` with the same flags. The
-process ends at SIGTERM, and prints its seconds by phase and its counters as JSON.
+process ends at SIGTERM, and prints its seconds by phase and its counters since SIGUSR1 as JSON.
 """
 
 import json
@@ -35,7 +35,7 @@ _PAUSE_S = 0.002  # for a role that cannot go on
 
 
 def play(run: Run, number: int, client: Any, stop: list[int]) -> dict[str, Any]:
-    """Run one actor until `stop` is not empty. Returns its phases (s) and counters."""
+    """Run one actor until SIGTERM is in `stop`. Returns its phases (s) and counters."""
     import torch
 
     config, size = run.config, run.config.actor.envs_per_actor
@@ -82,16 +82,19 @@ def play(run: Run, number: int, client: Any, stop: list[int]) -> dict[str, Any]:
         rng=np.random.default_rng(actions),
         clock_ns=time.perf_counter_ns,
     )
-    while not stop:
+    before: dict[str, float] = {}
+    while signal.SIGTERM not in stop:
+        if signal.SIGUSR1 in stop and not before:
+            before = metrics.snapshot()
         if not actor.do_work():
             time.sleep(_PAUSE_S)
-    found = metrics.snapshot()
+    found = {name: value - before[name] for name, value in metrics.snapshot().items()}
     phases = {k.removeprefix("phase/"): v for k, v in found.items() if k.startswith("phase/")}
-    return {"phases": phases, "frames": found["frames"], "transitions": found["transitions"]}
+    return {"phases": phases, "frames": found["frames"]}
 
 
 def learn(run: Run, client: Any, stop: list[int]) -> dict[str, Any]:
-    """Pull, sample, learn and publish until `stop` is not empty. Returns as `play`."""
+    """Pull, sample, learn and publish until SIGTERM is in `stop`. Returns as `play`."""
     import torch
 
     config, layout = run.config, run.plan.replay
@@ -113,7 +116,10 @@ def learn(run: Run, client: Any, stop: list[int]) -> dict[str, Any]:
     batch = replay.empty_batch(rows, "channels_last" if dqn.channels_last else "channels_first")
     batches = version = 0
     due_s = 0.0
-    while not stop:
+    counting = False
+    while signal.SIGTERM not in stop:
+        if signal.SIGUSR1 in stop and not counting:
+            counting, batches, clock = True, 0, Clock()
         if time.monotonic() >= due_s:
             clock.enter("set")
             version, due_s = version + 1, time.monotonic() + config.learner.publish_period_s
@@ -133,14 +139,15 @@ def learn(run: Run, client: Any, stop: list[int]) -> dict[str, Any]:
         batches += 1
     clock.enter("over")
     spent = {k: v for k, v in clock.spent.items() if k not in ("other", "over")}
-    return {"phases": spent, "batches": batches, "inserted": memory.pulled}
+    return {"phases": spent, "batches": batches}
 
 
 def main(role: str, url: str, *flags: str) -> None:
     """Run a role and print what it returns."""
     child_setup(f"paper: {role}")
     stop: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: stop.append(number))
     resolved = resolve(list(flags), "train", "")
     run, client = Run(resolved.config, resolved.spec, Path()), connect(url)
     found = learn(run, client, stop) if role == "learner" else play(run, int(role), client, stop)

@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[name] = joined(found, median)
             spreads[name] = joined(found, lambda values: np.percentile(values, [10, 90]).tolist())
             _show(name, results[name])
+            if held:
+                _check_work(name, results[name], results.get(f"{learner}, NULL", results[name]))
     write_json(options, "cluster", results, rounds=1 if options.quick else WINDOWS, where=where,
                seconds=seconds, spreads=spreads)  # fmt: skip
     return 0
@@ -228,6 +230,16 @@ def _measure(
             found["busy"][role] = {"libzmq": libzmq_s / all_s, "own": own_s / all_s,
                                    "communication": (libzmq_s + own_s) / all_s}  # fmt: skip
     return found
+
+
+def _check_work(name: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Say that shares can't be compared if the work differs by more than a tenth."""
+    for kind, rate in found["rates_per_s"].items():
+        ratio = rate / plain["rates_per_s"][kind]
+        if abs(ratio - 1) > 0.1:
+            print(
+                f"{name}: don't compare, it made {ratio:.2f} x the {kind} of the run without keys"
+            )
 
 
 _COMMUNICATION = {

@@ -161,7 +161,8 @@ def check_paper(rows: Any) -> None:
         for shares in (row["actor_share"], row["learner_share"]):
             assert sum(shares.values()) == pytest.approx(1.0, abs=0.05)
             assert shares["compute"] > 0
-        assert 0 < row["communication_share"] < 1
+        assert 0 < row["communication_share" if row["paced"] else "moving_share"] < 1
+        assert row["paced"] or (row["steps_per_s"] > 0 and row["batches_per_s"] > 0)
 
 
 _PACED = ["--seconds", "2", "--actors", "1", "--actor-ms", "150", "--learner-ms", "100"]
