@@ -124,6 +124,7 @@ train SMALL --loss l1                        | --loss & huber & 'l1'
 train SMALL --device cuda                    | --device cpu
 train CartPole-v1 --preset desktop           | --preset & 'laptop' & 'desktop'
 train SMALL --inline=maybe                   | --inline & 'maybe'
+train SMALL --dueling no                     | --dueling & --no-dueling & 'no'
 train SMALL --exp 'a/b ../x'                 | --exp & 'a/b ../x'
 train SMALL --total-timesteps -5             | --total-timesteps & at least 0 & -5
 train SMALL --track                          | pip install "zapex[wandb]"

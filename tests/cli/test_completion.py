@@ -30,10 +30,11 @@ def test_bash_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture
     assert set(completed(script, "zapex", "")) >= cli.COMMANDS.keys()
     assert "--max-frames" in completed(script, "zapex", "train", "--max-")
     assert "--fstack-lib" in completed(script, "zapex", "replay", "--fs")
+    assert "--no-dueling" in completed(script, "zapex", "train", "--no-d")
     assert completed(script, "zapex", "train", "--sampling", "strat") == ["stratified"]
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
 def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
     said = capsys.readouterr().out

@@ -1,6 +1,8 @@
 """`zapex.train`: runs from a Python program, and from a notebook."""
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -43,6 +45,10 @@ def test_a_run_has_a_result_and_a_policy() -> None:
     assert result.best_return is not None
     assert result.last_return is not None
     assert result.best_return >= result.last_return > 0
+    stored = json.loads(Path("run/result.json").read_text())
+    assert stored["versions"]["numpy"] == np.__version__
+    assert stored["command"] == shlex.join(sys.argv)
+    assert stored["commit"] is None  # the directory is no repository
     policy = zapex.load_policy("run")
     obs = np.array([0.1, 0.0, 0.05, 0.0], np.float32)
     assert policy(obs) == policy.q_values(obs).argmax()

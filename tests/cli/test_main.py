@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import zapex
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.cli import main as cli
 from zapex.cli import resolve
@@ -92,35 +93,36 @@ def helped(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_shows_twelve_flags_with_their_values_here(
+def test_help_shows_every_flag_in_groups_with_its_value_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = helped(capsys, "train", "CartPole-v1", "--preset", "laptop", "--help")
-    assert len(re.findall(r"^  --", text, re.M)) == 12
     assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"--lr NUMBER +.*\[0\.0005\]", text), "the preset's, not the paper's"
-    assert "--beta" not in text
-    text = helped(capsys, "train", "--lr", "0.5", "--help-all")
-    assert all(flag_of(name) in text for name in FIELDS)
-    assert "[0.5]" in text
+    shown = set(re.findall(r"^  --(?:\[no-\])?([a-z-]+)", text, re.M))
+    assert {flag_of(name).removeprefix("--") for name in FIELDS} | {"seeds", "config"} <= shown
+    assert "\n  --[no-]dueling " in text
+    headings = re.findall(r"^(\w.+):$", text, re.M)
+    assert headings[0] == "Options"
+    assert {"Replay", "Learner", "Run, limits and output"} < set(headings)
 
 
 @pytest.mark.parametrize(
-    ("command", "own"),
+    ("command", "own", "others"),
     [
-        ("replay", "--listen"),
-        ("actor", "--replay"),
-        ("learner", "--stop-at-return"),
-        ("doctor", "--env"),
+        ("replay", "--listen", "--lr"),
+        ("actor", "--replay", "--capacity"),
+        ("learner", "--stop-at-return", "--env-threads"),
+        ("doctor", "--env", "--listen"),
     ],
 )
 def test_each_command_shows_its_own_flags(
-    command: str, own: str, capsys: pytest.CaptureFixture[str]
+    command: str, own: str, others: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = helped(capsys, command, "--help")
-    assert own in text
-    assert "--resume" not in text or command == "learner"
+    assert f"  {own} " in text
+    assert f"  {others} " not in text
 
 
 def test_a_short_run_is_evaluated_before_its_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +207,23 @@ def test_train_gets_settings_environment_and_a_new_directory(
     assert "--batch-size" in capsys.readouterr().out
 
 
+def test_a_file_for_many_hosts_leaves_out_what_a_host_chooses_itself(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, several = tmp_path / "run.toml", ["--many-hosts", "CartPole-v1", "--device", "cpu"]
+    assert cli.main(["config", *several]) == 0
+    written = capsys.readouterr().out
+    file.write_text(written)
+    keys = {key for table in tomllib.loads(written).values() for key in table}
+    assert not keys & {"actors", "capacity", "learner_threads", "max_minutes"}
+    assert keys >= {"preset", "n_step", "batch_size", "device"}  # device is given
+    whole = resolve.resolve(["--config", str(file)], "replay", "", part=PARTS["replay"]).config
+    actor = resolve.resolve(["--config", str(file)], "actor", "", part=PARTS["actor"]).config
+    assert whole.shared() == actor.shared()
+    assert whole.actor.actors >= 32  # of all hosts
+    assert whole.run.preset == "workstation"
+
+
 @pytest.mark.parametrize(
     ("part", "has", "lacks"),
     [
@@ -230,13 +249,13 @@ def test_a_resumed_run_keeps_its_settings_and_directory(
     run.mkdir(parents=True)
     config = settings_of(capsys, *SMALL, "--lr", "0.5")
     (run / "config.toml").write_text(config.to_toml())
-    assert "runs/a has no checkpoint" in refusal(capsys, "train", "--resume", "runs/a")
+    assert "runs/a has no checkpoint" in refusal(capsys, "train", "--resume", "a")
     schema = {"env_id": "CartPole-v1", "num_actions": 2}
     shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, config.learner.hidden)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     directory, name = run / "checkpoints", checkpoints.step_name(1)
     path = checkpoints.save(directory, name, tensors, {"schema": schema})
-    assert cli.main(["train", "--resume", "runs/a", "--max-frames", "1M"]) == 0
+    assert cli.main(["train", "--resume", "a", "--max-frames", "1M"]) == 0  # its name alone
     assert launched.config == config.replace(
         resume="runs/a", run_dir="runs/a", max_frames=1_000_000
     )
@@ -260,13 +279,12 @@ def test_a_failure_of_the_run_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == "zapex: the replay is gone: killed by signal 9\n"
 
 
-def a_run_of_cartpole(capture: pytest.CaptureFixture[str]) -> Config:
-    """Make the directory `run` with a checkpoint; returns the run's settings."""
+def a_run_of_cartpole(capture: pytest.CaptureFixture[str], run: Path = Path("run")) -> Config:
+    """Make a run's directory with a checkpoint; returns the run's settings."""
     from zapex.agent import networks
     from zapex.agent.learning import DQN
 
-    run = Path("run")
-    run.mkdir()
+    run.mkdir(parents=True)
     config = settings_of(capture, *SMALL, "--hidden", "8")
     (run / "config.toml").write_text(config.to_toml())
     network = networks.build((4,), np.float32, 2, 8, device="cpu")
@@ -288,6 +306,16 @@ def test_eval_plays_the_saved_network_and_prints_the_mean(
     (run / "config.toml").write_text(config.replace(hidden=9).to_toml())
     assert "is of another network" in refusal(capsys, "eval", "run")
     assert "there is best, latest, step-" in refusal(capsys, "eval", "run", "--checkpoint", "x")
+
+
+def test_a_runs_bare_name_is_found_in_runs_by_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    a_run_of_cartpole(capsys, Path("runs/one"))
+    assert cli.main(["eval", "one", "--episodes", "1"]) == 0
+    assert cli.main(["watch", "one"]) == 0
+    assert zapex.load_policy("one").environment == "CartPole-v1"
+    assert "did you mean one?" in refusal(capsys, "eval", "onee")
 
 
 def test_a_long_eval_reports_its_progress(

@@ -96,6 +96,25 @@ def test_a_module_that_the_user_trusts_or_names_is_imported(flags: list[str]) ->
     assert left() == {"imported", "called"}
 
 
+def test_a_run_that_was_started_here_is_not_asked_about_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    few = ["--preset", "smoke", "--inline", "--max-frames", "300", "--quiet", "--run-dir", "run"]
+    assert cli.main(["train", "mine:env", *few]) == 0
+    assert capsys.readouterr().out == ""
+    assert cli.main(["eval", "run", "--episodes", "1"]) == 0
+    assert cli.main(["config", "--config", "run/config.toml"]) == 0
+    # With other arguments, or elsewhere, it is other code.
+    settings = Path("run/config.toml").read_text()
+    Path("run/config.toml").write_text(settings.replace("env_kwargs = {}", "env_kwargs = {a = 1}"))
+    assert "mine:env" in refused(capsys, ["eval", "run"])
+    Path("run/config.toml").write_text(settings)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert "mine:env" in refused(capsys, ["eval", "../run"])
+
+
 def test_another_environment_than_the_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, ["eval", store("CartPole-v1"), "--env", "mine:env"])
     assert "--env is 'mine:env', but run plays 'CartPole-v1'" in line

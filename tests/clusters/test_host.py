@@ -1,6 +1,5 @@
 """One placed host: what it starts, what it waits for, when it ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parts import VARIABLES
+from zapex.clusters.host import Group, Placement
 
 DEADLINE_S = 60.0
 
@@ -51,9 +51,11 @@ def home(tmp_path: Path) -> Path:
                   "--run-dir", "{run}", "--insecure-network"],
         "wrong": ["train", "--no-such-flag", "{url}"],
     }  # fmt: skip
-    facts = {"on": "slurm", "name": "a", "port": 0, "commands": commands, "ends": "learner",
-             "advertise": "127.0.0.1", "cores": {"learner": 3}}  # fmt: skip
-    (tmp_path / "launch.json").write_text(json.dumps(facts))
+    groups = {
+        role: Group(name=role, command=tuple(words), cores=3, learns=role == "learner")
+        for role, words in commands.items()
+    }
+    Placement("slurm", "a", groups, advertise="127.0.0.1").write(tmp_path)
     return tmp_path
 
 

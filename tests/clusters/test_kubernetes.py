@@ -4,6 +4,7 @@ import base64
 import json
 import signal
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ TABLES = {
 
 
 def made(table: str = "") -> Kubernetes:
-    return Kubernetes(place("kubernetes", "n", Path("/nowhere"), RUN + table))
+    run = place(tomllib.loads(RUN + table), "kubernetes", "n", "/nowhere")
+    assert isinstance(run, Kubernetes)
+    return run
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -156,13 +159,13 @@ def test_a_waiting_pod_has_kubernetes_own_reason(kubectl: Kubectl) -> None:
         an_object("Job", "actor"),
     ]  # fmt: skip
     kubectl.events = [{"message": "pods is forbidden: exceeded quota: cpu"}]
-    states = {host.role: host for host in made().states({})}
+    states = {host.role: host for host in made().states()}
     assert states["replay"].why == reason
     assert states["learner"].state == "pending"
     assert states["learner"].why == "ImagePullBackOff: not found"
     assert states["actor"].why == "pods is forbidden: exceeded quota: cpu"
     kubectl.items = []
-    assert made().states({}) == []
+    assert made().states() == []
 
 
 @pytest.mark.slow
@@ -172,9 +175,10 @@ def test_a_containers_command_runs_answers_its_probe_and_ends_on_sigterm(
 ) -> None:
     """The init container's script and the container's command, with the paths of this machine."""
     table = f"port = {free_port()}\n"
-    placement = place("kubernetes", "n", tmp_path / "launch", RUN + table)
-    make_directory(placement)
-    pod = Pod(tmp_path / "pod", Kubernetes(placement), "replay")
+    run = place(tomllib.loads(RUN + table), "kubernetes", "n", tmp_path / "launch")
+    assert isinstance(run, Kubernetes)
+    make_directory(run)
+    pod = Pod(tmp_path / "pod", run, "replay")
     pod.prepare()
     key = pod.root / "zapex" / "home" / "keys" / "replay.key"
     assert key.stat().st_mode & 0o777 == 0o600

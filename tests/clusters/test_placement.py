@@ -1,32 +1,28 @@
 """Placements: mistakes in a table, the hosts, what would be submitted."""
 
+import dataclasses
+import json
+import shlex
 import subprocess
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zapex.cli import main as cli
-from zapex.clusters.host import published, url_name
-from zapex.clusters.placement import (
-    Host,
-    Launched,
-    launch,
-    place,
-    scheduler_of,
-    settings_of,
-    summary,
-)
-from zapex.clusters.slurm import Slurm, sbatch_word
-from zapex.errors import ConfigError
+from zapex.clusters import placement, slurm
+from zapex.clusters.host import publish, published
+from zapex.clusters.placement import Host, Launched, launch, summary
+from zapex.clusters.slurm import sbatch_word
+from zapex.errors import ConfigError, ZapexError
 
 RUN = '[env]\nenv = "CartPole-v1"\n[run]\npreset = "laptop"\n'
 
 
-def mistake(table: str) -> str:
-    """The error of a settings file with this table."""
-    with pytest.raises(ConfigError) as caught:
-        place("slurm", "a", Path("/nowhere"), RUN + table)
-    return str(caught.value)
+def place(table: str, name: str = "a", directory: str = "/nowhere", run: str = RUN) -> Launched:
+    """A run of SLURM that is not submitted."""
+    return placement.place(tomllib.loads(run + table), "slurm", name, directory)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +39,9 @@ def mistake(table: str) -> str:
     ],
 )
 def test_a_mistake_in_a_table_names_table_and_setting(table: str, says: list[str]) -> None:
-    said = mistake(table)
-    assert all(text in said for text in says), said
+    with pytest.raises(ConfigError) as caught:
+        place(table)
+    assert all(text in str(caught.value) for text in says), caught.value
 
 
 def test_other_commands_read_the_same_file(
@@ -61,45 +58,43 @@ def test_other_commands_read_the_same_file(
 
 def test_the_replay_counts_the_actors_of_all_hosts() -> None:
     table = "[slurm]\nactor = { hosts = 3, cores = 8 }\nlearner = { gpus = 1 }"
-    placement = place("slurm", "a", Path("/shared"), RUN + table)
-    replay, learner, actor = placement.groups
-    assert (actor.hosts, actor.actors) == (3, 7)  # one core is for the relay
-    words = placement.command(replay)
-    assert words[words.index("--actors") + 1] == "21"
-    assert "--actors" not in placement.command(learner)
+    replay, learner, actor = place(table).placement.groups.values()
+    assert actor.hosts == 3
+    assert "--actors 7 " in shlex.join(actor.command)  # one core is for the relay
+    assert "--actors 21 " in shlex.join(replay.command)
+    assert "--actors" not in learner.command
     assert (replay.gpus, learner.gpus) == (0, 1)
-    both = place("slurm", "a", Path("/shared"), RUN + table + "\nwith_learner = true")
-    assert [group.name for group in both.groups] == ["replay", "actor"]
-    assert both.command(both.groups[0])[:2] == ["replay", "--with-learner"]
-    assert (both.groups[0].gpus, both.groups[0].cores) == (1, 4)
+    both = place(table + "\nwith_learner = true").placement
+    assert list(both.groups) == ["replay", "actor"]
+    assert both.ends == "replay"
+    assert both.group("replay").command[:2] == ("replay", "--with-learner")
+    assert (both.group("replay").gpus, both.group("replay").cores) == (1, 4)
 
 
 def test_each_shard_is_a_host_and_knows_its_number() -> None:
     table = "[slurm]\nshards = 3\nactor = { hosts = 2, cores = 5 }"
-    placement = place("slurm", "a", Path("/shared"), RUN + table)
-    replay, learner, actor = placement.groups
+    run = place(table)
+    replay, learner, actor = run.placement.groups.values()
     assert (replay.hosts, learner.hosts, actor.hosts) == (3, 1, 2)
-    words = placement.command(replay)
-    assert words[words.index("--shards") :][:4] == ["--shards", "3", "--shard", "{index}"]
-    assert words[words.index("--actors") + 1] == "8"  # every actor may move to any of them
-    assert "--shards" not in placement.command(actor)
-    assert (placement.facts()["shards"], placement.facts()["cores"]["actor"]) == (3, 5)
-    assert "#SBATCH --array=0-2" in Slurm(placement).text()
+    # Every actor may move to any of them.
+    assert "--actors 8 --shards 3 --shard '{index}'" in shlex.join(replay.command)
+    assert "--shards" not in actor.command
+    assert "#SBATCH --array=0-2" in run.text()
 
 
 def test_hosts_wait_for_the_addresses_of_all_shards(tmp_path: Path) -> None:
-    (tmp_path / url_name(0)).write_text("tcp://a:1\n")
-    assert published(tmp_path, {"shards": 2}) == ""
-    (tmp_path / url_name(1)).write_text("tcp://b:2\n")
-    assert published(tmp_path, {"shards": 2}) == "tcp://a:1,tcp://b:2"
-    assert published(tmp_path, {}) == "tcp://a:1"
+    publish(tmp_path, 0, "tcp://a:1")
+    assert published(tmp_path, 2) == ""
+    publish(tmp_path, 1, "tcp://b:2")
+    assert published(tmp_path, 2) == "tcp://a:1,tcp://b:2"
+    assert published(tmp_path, 1, 1) == "tcp://b:2"
 
 
 def test_too_little_memory_for_the_settings_is_refused() -> None:
     run = '[env]\nenv = "ALE/Breakout-v5"\n[replay]\ncapacity = 2_000_000\n'
     table = "[slurm]\nreplay = { memory_gb = 4 }"
     with pytest.raises(ConfigError, match=r"\[slurm\] replay memory_gb is 4, and .* about 2\d"):
-        place("slurm", "a", Path("/nowhere"), run + table)
+        place(table, run=run)
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], home: Path, table: str) -> str:
@@ -167,8 +162,11 @@ def test_an_option_of_sbatch_is_quoted_and_has_no_line_break() -> None:
     assert sbatch_word(r'--comment=a "b" \ #') == r'"--comment=a \"b\" \\ \#"'
     with pytest.raises(ConfigError, match="line break"):
         sbatch_word("--comment=a\n#SBATCH --uid=0")
-    with pytest.raises(ConfigError, match="line break"):
-        Slurm(place("slurm", "a", Path("/a\nb"), RUN + "[slurm]")).text()
+
+
+def test_a_directory_with_a_line_break_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="--dir"):
+        place("[slurm]", directory="/a\n#SBATCH --uid=0")
 
 
 @pytest.mark.parametrize(
@@ -177,27 +175,80 @@ def test_an_option_of_sbatch_is_quoted_and_has_no_line_break() -> None:
 )
 def test_a_script_that_cannot_run_is_refused(table: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[slurm\] {setting}"):
-        scheduler_of(place("slurm", "a", Path("/x"), f"{RUN}[slurm]\n{table}\n")).text()
+        place(f"[slurm]\n{table}\n").text()
 
 
-@pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a" * 41])
+@pytest.mark.parametrize("name", ["A", "a_b", "-a", "a-", "a" * 41])
 def test_a_name_that_a_scheduler_would_refuse_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--name"):
-        place("slurm", name, Path("/x"), RUN + "[slurm]")
+        place("[slurm]", name)
 
 
-def test_without_a_scheduler_nothing_is_submitted_and_keys_stay_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Scheduler:
+    """Stands in for SLURM's commands: what they were called with, and their answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.refuses = ""
+        monkeypatch.setattr(slurm, "tool", self)
+
+    def __call__(self, *words: str, given: str = "") -> str:
+        self.calls.append(words)
+        if words[0] == self.refuses:
+            raise ZapexError(f"{words[0]} refuses: no such partition")
+        return str(40 + len(self.calls)) if words[0] == "sbatch" else ""
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    return Scheduler(monkeypatch)
+
+
+def test_a_refused_launch_leaves_neither_directory_nor_keys_and_can_be_repeated(
+    scheduler: Scheduler, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zapex.clusters.slurm._check_syntax", lambda script: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="sbatch is not installed"):
-        launch({"env": {"env": "CartPole-v1"}, "slurm": {}}, "slurm", directory=tmp_path / "run")
+    tables: dict[str, Any] = {"env": {"env": "CartPole-v1"}, "slurm": {}}
+    scheduler.refuses = "sbatch"
+    with pytest.raises(ZapexError, match="no such partition"):
+        launch(tables, "slurm", directory=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    scheduler.refuses = ""
+    launch(tables, "slurm", directory=tmp_path / "run")
     assert (tmp_path / "run" / "keys" / "replay.key").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(ConfigError, match="never submitted"):
-        Launched.find(tmp_path / "run")
-    with pytest.raises(ConfigError, match="not a launched run"):
-        Launched.find(tmp_path)
+    with pytest.raises(ConfigError, match="exists"):
+        launch(tables, "slurm", directory=tmp_path / "run")
+
+
+def test_a_launched_run_is_found_again_without_importing_what_it_names(
+    scheduler: Scheduler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = launch({"env": {"env": "CartPole-v1"}, "slurm": {}}, "slurm", directory=tmp_path / "run")
+    settings = tmp_path / "run" / "run.toml"
+    settings.write_text(settings.read_text().replace("CartPole-v1", "no_such_module:Env"))
+    for command in (["status"], ["logs", "learner"], ["stop"]):
+        assert cli.main([*command, str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err == ""
+    assert {"squeue", "sacct", "scancel"} <= {words[0] for words in scheduler.calls}
+    assert Launched.find(tmp_path / "run").placement == run.placement
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ids": {"learner": "--user=root"}}, {"on": "../x"}, {"name": "-n"}, {"groups": 3},
+     {"ids": {}}, {"shards": "two"}, {"groups": {"learner": {"cores": -1}}}],
+)  # fmt: skip
+def test_a_strangers_launch_json_is_one_error_and_reaches_no_command(
+    change: dict[str, Any], scheduler: Scheduler, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = launch({"env": {"env": "CartPole-v1"}, "slurm": {}}, "slurm", directory=tmp_path / "run")
+    facts = dataclasses.asdict(run.placement) | change
+    (tmp_path / "run" / "launch.json").write_text(json.dumps(facts))
+    scheduler.calls.clear()
+    for command in ("status", "stop"):
+        assert cli.main([command, str(tmp_path / "run")]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert scheduler.calls == []
 
 
 def test_hosts_that_wait_for_the_same_reason_are_one_line() -> None:
@@ -211,5 +262,5 @@ def test_hosts_that_wait_for_the_same_reason_are_one_line() -> None:
 
 def test_settings_from_python_are_the_same_as_a_file(tmp_path: Path) -> None:
     tables = {"env": {"env": "CartPole-v1"}, "slurm": {"minutes": 3, "actor": {"hosts": 2}}}
-    placement = place("slurm", "a", tmp_path, settings_of(tables))
-    assert (placement.table.minutes, placement.groups[-1].hosts) == (3, 2)
+    run = placement.place(tables, "slurm", "a", tmp_path)
+    assert (run.table.minutes, run.placement.group("actor").hosts) == (3, 2)

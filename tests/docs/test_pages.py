@@ -1,10 +1,14 @@
 """What the pages say is so: messages are zapex's own, and pictures are of the newest text."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
+from tests.support import fake_run
 from tests.test_layers import TREES
+from zapex.host.metrics import TABLES
+from zapex.watch.recorders import JsonLines, numbers, read_metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,6 +35,26 @@ def test_every_message_of_the_page_about_failures_is_one_of_zapex() -> None:
     for message in messages:
         for part in message.split("..."):
             assert part.strip(" :") in known, message
+
+
+def test_the_page_of_settings_is_what_the_settings_are() -> None:
+    from docs.site.settings import PAGE, page
+
+    assert page() == PAGE.read_text(), "python -m docs.site.settings writes it"
+
+
+def test_the_page_of_metrics_names_every_metric_and_no_other(tmp_path: Path) -> None:
+    named = set(re.findall(r"`([a-z]+/.+?)`", (DOCS / "metrics.md").read_text()))
+    patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(name)) for name in named]
+    snapshot = fake_run.record([JsonLines(tmp_path)], 300, tmp_path)
+    shards = dataclasses.replace(snapshot, learner=snapshot.learner | {"shards": 2.0})
+    tags = numbers(shards).keys() | {tag for line in read_metrics(tmp_path) for tag in line}
+    metrics = {tag for tag in tags if "/" in tag}
+    assert not [tag for tag in metrics if not any(re.fullmatch(p, tag) for p in patterns)]
+    # Of counts that the fake run lacks, the role's table has the names.
+    table = {f"{role}/{n}" for role, t in TABLES.items() for n in t.counters + t.gauges}
+    literal = {name for name in named if "{" not in name}
+    assert literal <= metrics | table | {"eval/episodic_return"}
 
 
 def test_every_diagram_is_drawn_as_it_is_written() -> None:

@@ -45,7 +45,7 @@ def test_slurm_places_a_run_and_requeued_jobs_lose_nothing_that_was_acknowledged
     run = Launch(capsys, directory)
     said = run.zapex("launch", str(file), "--name", "cartpole", "--dir", str(directory))
     assert "replay 0: running" in said
-    jobs = json.loads((directory / "launch.json").read_text())["ids"]["jobs"]
+    jobs = json.loads((directory / "launch.json").read_text())["ids"]
     checkpoints = directory / "learner-0" / "checkpoints"
     run.wait_for(lambda: list(checkpoints.glob("*.safetensors")), "a checkpoint")
     run.wait_for(lambda: run.snapshot("actor-0")["relay"].get("acknowledged", 0) > 5, "chunks")

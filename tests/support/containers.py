@@ -36,7 +36,7 @@ class Pod:
             (root / name).mkdir(exist_ok=True)
         self.runs.mkdir(exist_ok=True)
         pods = {}
-        for one in kubernetes.objects(kubernetes.placement.directory / "keys"):
+        for one in kubernetes.objects(kubernetes.directory / "keys"):
             name = one["metadata"]["name"]
             if one["kind"] in ("StatefulSet", "Job"):
                 pods[name] = one["spec"]["template"]["spec"]

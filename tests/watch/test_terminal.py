@@ -281,8 +281,12 @@ def test_the_closing_lines_have_results_and_commands_that_a_shell_understands(fi
     assert commands == {
         "watch": ["zapex", "eval", str(run_dir), "--episodes", "5", "--video", "game.mp4"],
         "resume": ["zapex", "train", "--resume", str(run_dir)],
-        "inspect": ["tensorboard", "--logdir_spec", f"my first run:{run_dir}"],
+        "inspect": ["tensorboard", "--logdir", str(run_dir)],
     }
+    blind = dataclasses.replace(
+        finished, facts=dataclasses.replace(fake_run.facts(run_dir=run_dir), films=False)
+    )
+    assert "--video" not in "\n".join(texts(summary(blind, "ten minutes are over", curve)))
 
 
 def test_a_run_without_evaluations_has_a_summary_too():

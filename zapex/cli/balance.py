@@ -10,21 +10,6 @@ from zapex.cli.flags import check_outputs
 from zapex.cli.resolve import Options, cache_directory, resolve
 from zapex.errors import ConfigError
 
-FIRST = (
-    "env",
-    "quick",
-    "learner_ms",
-    "json",
-    "figure",
-    "preset",
-    "config",
-    "hidden",
-    "channels",
-    "batch_size",
-    "samples_per_insert",
-    "device",
-)
-"""The flags that `zapex balance --help` shows."""
 _FOREIGN = 0.05  # a share of the cores
 
 
@@ -54,7 +39,7 @@ def command(args: list[str]) -> int:
         "Measure how fast actors and learner are on this machine, alone and together, and say how "
         "many actors and environments to use; `zapex train --actors auto` then uses them."
     )
-    run = resolve(args, "balance", what, BalanceOptions, FIRST)
+    run = resolve(args, "balance", what, BalanceOptions)
     options: BalanceOptions = run.more
     from zapex.machine import gpu
     from zapex.run import balance

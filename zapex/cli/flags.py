@@ -21,7 +21,8 @@ from zapex.machine.reading import read_toml
 T = TypeVar("T")
 Flags = Mapping[str, tuple[Any, ...]]  # field -> its types; a Literal's are its values
 
-HELP = {"-h": "help", "--help": "help", "--help-all": "help_all"}
+HELP = ("-h", "--help")
+_YES_OR_NO = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 ALIASES = {"env_id": "env", "learning_rate": "lr", "optimizer": "optimiser"}
 _METAVARS = {
     int: "COUNT",
@@ -68,7 +69,7 @@ def read(
         name = ALIASES.get(name, name)
         switch = name.removeprefix("no_")
         if word in HELP:
-            values[HELP[word]] = True
+            values["help"] = True
         elif not word.startswith("-"):
             free = (one for one in positional if one not in values or Ellipsis in known[one])
             place = next(free, "")
@@ -77,6 +78,11 @@ def read(
             many = Ellipsis in known[place]
             values[place] = (*values.get(place, ()), word) if many else word
         elif bool in known.get(switch, ()) and not equals:
+            if words and words[-1].lower() in _YES_OR_NO:
+                raise ConfigError(
+                    f"{flag_of(switch)} takes no value, got {words[-1]!r}: give {flag_of(switch)} "
+                    f"or {flag_of(f'no_{switch}')}"
+                )
             values[switch] = switch == name
         elif name not in known or not word.startswith("--"):
             raise ConfigError(_not_a_flag(head, known, command))
@@ -88,7 +94,7 @@ def read(
                 if not table:
                     break
             if not following:
-                raise ConfigError(f"{head} needs a value: {_usage(name, known[name])}")
+                raise ConfigError(f"{head} needs a value: {usage_of(name, known[name])}")
             value = _value(name, known[name], following)
             values[name] = [*values.get(name, ()), value] if list in known[name] else value
     return values
@@ -149,8 +155,8 @@ def parse(default: T, args: Sequence[str], command: str, what: str, positional: 
     if places and Ellipsis in known[places[-1]]:
         shown = shown.removesuffix("S") + " ..."
     usage = f"{command} {shown}".rstrip()
-    if given.keys() & HELP.values():
-        show_help(usage, what, vars(default), [kind])
+    if given.pop("help", False):
+        show_help(usage, what, vars(default), {"Options": list(known)}, [kind])
     for place in places:
         if place not in given and f"[{place}]" not in positional:
             needed = place if place in ("file", "role") else "directory"
@@ -162,8 +168,8 @@ def show_help(
     usage: str,
     what: str,
     values: Mapping[str, Any],
+    groups: Mapping[str, Iterable[str]],
     kinds: Sequence[type],
-    first: Sequence[str] = (),
 ) -> NoReturn:
     """Print a command's help, with the values that its flags have here, and end the command.
 
@@ -171,35 +177,29 @@ def show_help(
         usage: the command with its words.
         what: what it does.
         values: of the flags.
-        kinds: dataclasses of flags; each is a group, whose docstring is the heading.
-        first: the flags to show; none: all.
+        groups: heading -> the flags below it.
+        kinds: the dataclasses of these flags.
     """
     width = min(100, shutil.get_terminal_size().columns)
     known = flags_of(*kinds)
-    texts = {name: text for kind in kinds for name, text in _texts(kind).items()}
-    groups: dict[str, Iterable[str]] = {"Options": first}
-    if not first:
-        groups = {(kind.__doc__ or "").partition(".")[0]: flags_of(kind) for kind in kinds}
+    texts = {name: text for kind in kinds for name, text in texts_of(kind).items()}
     print(textwrap.fill(what, width), f"\nUsage: zapex {usage} [OPTIONS]", sep="\n")
     for heading, names in groups.items():
         print("", f"{heading}:", sep="\n")
         for name in names:
-            value = _shown(name, values.get(name))
+            value = _shown(values.get(name))
             text = texts[name] + (f" [{value}]" if value else "")
-            left = f"  {_usage(name, known[name])} "
+            left = f"  {usage_of(name, known[name])} "
             if len(left) > _COLUMN:
                 print(left.rstrip())
                 left = ""
             start = left.ljust(_COLUMN)
             print(textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * _COLUMN))
-    if first:
-        name = usage.split(" [", maxsplit=1)[0]
-        print(f"\n`zapex {name} --help-all` shows all {len(known)} options.")
     raise SystemExit(0)
 
 
-def _texts(kind: type) -> dict[str, str]:
-    """Field -> the docstring under it."""
+def texts_of(kind: type) -> dict[str, str]:
+    """Field -> the docstring under it, which is the flag's help."""
     texts = {}
     for owner in reversed(kind.__mro__[:-1]):
         definition = ast.parse(inspect.getsource(owner)).body[0]
@@ -211,18 +211,18 @@ def _texts(kind: type) -> dict[str, str]:
     return texts
 
 
-def _usage(name: str, kinds: tuple[Any, ...]) -> str:
-    """A flag and its value."""
+def usage_of(name: str, kinds: tuple[Any, ...]) -> str:
+    """A flag and its value; settings that are switches can be turned off, too."""
     if bool in kinds:
-        return flag_of(name)
+        return flag_of(f"[no_]{name}" if name in FIELDS else name)
     choices = "|".join(kind for kind in kinds if isinstance(kind, str))
     return f"{flag_of(name)} {choices or _METAVARS[kinds[0]]}"
 
 
-def _shown(name: str, value: Any) -> str:
-    """A flag's value as the help shows it; a switch that is on, with how to turn it off."""
+def _shown(value: Any) -> str:
+    """A flag's value as the help shows it."""
     if isinstance(value, bool):
-        return f"on; off: {flag_of(f'no_{name}')}" if value else ""
+        return "on" if value else ""
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) else str(value or "")

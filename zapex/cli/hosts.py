@@ -80,18 +80,6 @@ class _LearnerOptions(_JoinOptions):
     """Replace another learner that trains with this replay; that one ends."""
 
 
-_FIRST = ("keys", "insecure_network", "env", "config", "preset", "run_dir")
-_FIRST_OF = {
-    "replay": (
-        "listen", "with_learner", "shards", "shard", "network_memory", "actors", "capacity",
-        "samples_per_insert",
-    ),
-    "actor": ("replay", "actors", "envs_per_actor", "env_threads", "actor_threads", "plain"),
-    "learner": (
-        "replay", "take_over", "resume", "max_minutes", "max_frames", "stop_at_return", "device",
-    ),
-}  # fmt: skip
-"""The flags that each command's --help shows, besides _FIRST."""
 WHAT = {
     "replay": (
         "Keep a run's experience and serve it to actors and a learner on other hosts. --actors is "
@@ -147,7 +135,7 @@ def _chosen(part: Part, args: list[str]) -> Part:
 def _resolved(part: Part, args: list[str], command: str, what: str) -> Resolved:
     name = part.command[0]
     options = {"replay": _ReplayOptions, "learner": _LearnerOptions}.get(name, _JoinOptions)
-    return resolve(args, command, what, options, (*_FIRST_OF[name], *_FIRST), part)
+    return resolve(args, command, what, options, part)
 
 
 def _membership(run: Resolved, part: Part) -> "Membership":

@@ -1,6 +1,5 @@
 """`zapex launch`, `status`, `logs` and `stop`: a run whose hosts a scheduler places."""
 
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zapex.cli import runs
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import check_trust
+from zapex.cli.resolve import check_trust, state_directory
 from zapex.clusters.host import FACTS
 from zapex.config.clusters import TABLES
 from zapex.config.words import did_you_mean
@@ -52,19 +51,18 @@ def launch(args: list[str]) -> int:
     )
     options = parse(_LaunchOptions(), args, "launch", what, "file")
     if options.attach:
-        return _watch(_find(options.file))
+        return _find(options.file).watch()
     check_trust(options.file, read_settings(options.file), {}, options.trust)
     from zapex.clusters import placement as clusters
 
     on = options.on or _only_table(options.file)
-    name = options.name or time.strftime("zapex-%m%d-%H%M%S")
-    directory = Path(options.dir or f"runs/{name}").absolute()
-    placement = clusters.place(on, name, directory, clusters.settings_of(options.file))
-    for note in placement.notes:
+    run = clusters.place(options.file, on, options.name, options.dir)
+    for note in clusters.notes(run):
         print(f"note: {note}", file=sys.stderr)
     if options.dry_run:
-        print(clusters.scheduler_of(placement).text(), end="")
+        print(run.text(), end="")
         return 0
+    name, directory = run.placement.name, run.directory
     run = clusters.launch(options.file, on, name=name, directory=directory)
     _launches().mkdir(parents=True, exist_ok=True)
     (_launches() / name).write_text(str(directory), encoding="utf-8")
@@ -73,13 +71,7 @@ def launch(args: list[str]) -> int:
     if any(host.state == "pending" for host in hosts):
         print("it starts when there is room")
     print(f"zapex status {name}    zapex logs learner {name}    zapex stop {name}")
-    return _watch(run)
-
-
-def _watch(run: "Launched") -> int:
-    """Watch the run until it is over, if its scheduler needs that."""
-    watch = getattr(run.scheduler, "watch", None)
-    return int(watch(run.ids)) if watch is not None else 0
+    return run.watch()
 
 
 def _only_table(path: str) -> str:
@@ -119,7 +111,7 @@ def status(args: list[str]) -> int:
     if options.probe:
         return _probe(Path(options.probe), options.replay)
     run = _find(options.run)
-    say(f"{run.placement.name} on {run.placement.on}, {run.placement.directory}")
+    say(f"{run.placement.name} on {run.placement.on}, {run.directory}")
     _print_states(run)
     return 0
 
@@ -168,12 +160,22 @@ def logs(args: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class _StopOptions:
+    """Options."""
+
+    run: str = ""
+    """Name or directory of the run; default: the one that is running here, or else the last run
+    launched from here."""
+
+
 def stop(args: list[str]) -> int:
     """`zapex stop [RUN]`: the learner saves, then every host ends."""
     what = "Stop a run. The learner saves a checkpoint first."
-    options = parse(_RunOptions(), args, "stop", what, "[run]")
-    if runs.is_local(options.run):
-        return runs.stop(options.run)
+    options = parse(_StopOptions(), args, "stop", what, "[run]")
+    local = runs.local(options.run)
+    if local is not None:
+        return runs.stop(local)
     run = _find(options.run)
     print(f"stopping {run.placement.name}; the learner saves first", flush=True)
     run.stop()
@@ -183,21 +185,20 @@ def stop(args: list[str]) -> int:
 
 def _launches() -> Path:
     """A directory with a file for each run launched from here: name -> its directory."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "zapex" / "launches"
+    return state_directory() / "launches"
 
 
 def _find(text: str) -> "Launched":
     """The run of a directory or name; "": the last one. Raises ConfigError."""
     from zapex.clusters.placement import Launched
 
-    names = sorted(_launches().glob("*"), key=lambda path: path.stat().st_mtime)
-    if not text and not names:
-        raise ConfigError("no run was launched from here: name its directory")
     if text and (Path(text) / FACTS).is_file():
         return Launched.find(text)
-    known = {path.name: path for path in names}
-    path = known.get(text) if text else names[-1]
+    known = {path.name: path for path in _launches().glob("*")}
+    if not text and not known:
+        raise ConfigError("no run was launched from here: name its directory")
+    newest = max(known.values(), key=lambda path: path.stat().st_mtime, default=None)
+    path = known.get(text) if text else newest
     if path is None:
         near = did_you_mean(text, known)
         raise ConfigError(

@@ -26,8 +26,8 @@ from zapex.errors import CheckpointError, ConfigError, ZapexError
 from zapex.machine.child import LostInCallbacks
 from zapex.machine.reading import say
 
-_SHELLS = ("bash", "zsh", "tcsh")
-_FLAG = re.compile(r"^  (--[a-z][a-z-]*)(?: (\S+))?", re.M)  # in a command's help
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
+_FLAG = re.compile(r"^  --(\[no-\])?([a-z][a-z-]*)(?: (\S+))?", re.M)  # in a command's help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,26 +179,24 @@ def _parser() -> argparse.ArgumentParser:
     for name, (function, purpose) in COMMANDS.items():
         # shtab writes text in backquotes into the shell's script.
         one = below.add_parser(name, help=purpose.replace("`", ""))
-        for flag, value in dict(_FLAG.findall(_help(function))).items():
+        for either, flag, value in _FLAG.findall(_help(function)):
             if value:
                 choices = value.split("|") if "|" in value else None
-                option = one.add_argument(flag, choices=choices)
+                option = one.add_argument(f"--{flag}", choices=choices)
                 if choices is None:
                     option.complete = shtab.FILE  # type: ignore[attr-defined]
             else:
-                one.add_argument(flag, action="store_true")
+                both = [f"--{flag}", *([f"--no-{flag}"] if either else [])]
+                one.add_argument(*both, action="store_true")
         word = one.add_argument("word", nargs="*")
         word.complete = shtab.FILE  # type: ignore[attr-defined]
     return top
 
 
 def _help(function: Callable[[list[str]], int]) -> str:
-    """What a command prints with --help-all."""
+    """What a command prints with --help."""
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        try:
-            function(["--help-all"])
-        except ConfigError:  # it has no flags of its own, as `zapex completion`
-            function(["--help"])
+        function(["--help"])
     return said.getvalue()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import check_trust, run_directory
+from zapex.cli.resolve import check_trust
 from zapex.config.settings import Config
 from zapex.errors import CheckpointError, ConfigError
 
@@ -28,7 +28,7 @@ class _EvalOptions:
     """Options."""
 
     run: str = ""
-    """Directory of the run."""
+    """Directory of the run, or its name in runs/."""
     episodes: int = 10
     """Episodes to play."""
     checkpoint: str = "best"
@@ -102,7 +102,9 @@ def command(args: list[str]) -> int:
     """`zapex eval RUN`: play, show or record episodes, and print the mean return."""
     what = "Evaluate a run's saved network: play whole episodes and print the mean return."
     options = parse(_EvalOptions(), args, "eval", what, "run")
-    run = _Stored.of(run_directory(options.run), options.env, options.trust, options.device)
+    from zapex.watch.runs import find
+
+    run = _Stored.of(find(options.run), options.env, options.trust, options.device)
     config, spec = run.config, run.spec
     epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
     from zapex.roles import evaluator

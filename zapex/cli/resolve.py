@@ -1,18 +1,22 @@
 """The settings and options of a command, from defaults, preset, file or saved run, and flags."""
 
+import contextlib
+import json
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zapex.cli.flags import HELP, flags_of, read, read_settings, show_help
+from zapex.cli.flags import flags_of, read, read_settings, show_help
 from zapex.config.fields import flag_of
 from zapex.config.settings import FIELDS, NETWORK_FIELDS, SECTIONS, Config, EnvConfig, ReplayConfig
-from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError
 from zapex.host.parts import PARTS, Part
 
@@ -22,19 +26,9 @@ if TYPE_CHECKING:
     from zapex.machine.resources import Machine
     from zapex.run.preflight import Finding
 
-FIRST = (
-    "env", "preset", "config", "max_minutes", "max_frames", "stop_at_return", "run_dir", "resume",
-    "actors", "capacity", "lr", "seed",
-)  # fmt: skip
-"""The flags that `zapex train --help` shows; --help-all shows all."""
-MACHINE = (
-    "env", "preset", "config", "actors", "envs_per_actor", "capacity", "device", "huge_pages",
-)  # fmt: skip
-"""The flags that `zapex doctor --help` shows: those that decide how much a run needs."""
 AUTO = "auto"
 """The value of --resume for a command that may be started several times, e.g. by a scheduler."""
-_RUNS_CODE = ("env", "env_kwargs", "wrapper", "network", "loss")
-"""Settings that may name modules."""
+_RUNS_CODE = ("env", "env_kwargs", "wrapper", "network", "loss")  # they may name modules
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,6 @@ def resolve(
     command: str,
     what: str,
     options: type[Options] = Options,
-    first: tuple[str, ...] = FIRST,
     part: Part = PARTS["all"],
 ) -> Resolved:
     """The settings and options of a command line, checked against the environment and the memory.
@@ -83,7 +76,6 @@ def resolve(
         command: the command, for messages.
         what: its help.
         options: what the command takes besides the settings.
-        first: the flags that --help shows.
         part: what this host runs; a part without the replay needs no memory for it.
 
     Raises:
@@ -92,13 +84,19 @@ def resolve(
     kinds = (options, *SECTIONS.values())
     args, balanced = actors_auto(args) if "actor" in part.roles else (args, False)
     given = read(args, flags_of(*kinds), command, ["env"])
-    help_wanted = [name for name in HELP.values() if given.pop(name, False)]
+    help_wanted = given.pop("help", False)
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
     layers, spec, machine = _layered(given, more, command, part, balanced, not help_wanted)
     if help_wanted:
-        first = () if "help_all" in help_wanted else first
         values = vars(more) | {name: layers[name] for name in FIELDS}
-        show_help(f"{command} [ENV]", what, values, kinds, first)
+        groups = {
+            (kind.__doc__ or "").partition(".")[0]: [
+                name for name in flags_of(kind) if name not in FIELDS or _concerns(part, name)
+            ]
+            for kind in kinds
+        }
+        shown = {heading: names for heading, names in groups.items() if names}
+        show_help(f"{command} [ENV]", what, values, shown, kinds)
     return _checked(layers, spec, machine, more, part)
 
 
@@ -199,7 +197,10 @@ def _settings_file(given: dict[str, Any], config: str, command: str, part: Part)
         )
     if config and not auto:
         raise ConfigError("--resume brings its own settings: leave --config out")
-    return str(run_directory(resume) / "config.toml")
+    from zapex.watch.runs import find
+
+    given["resume"] = str(find(resume))
+    return str(Path(given["resume"]) / "config.toml")
 
 
 def _has_saved(run_dir: Path, part: Part) -> bool:
@@ -225,8 +226,8 @@ def check_trust(
     Raises:
         ConfigError: the user does not trust it.
     """
-    stored = [values[name] for name in _RUNS_CODE if name in values.keys() - given]
-    modules = [text for text in _texts(stored) if ":" in text]
+    named = _naming_modules({n: value for n, value in values.items() if n not in given})
+    modules = [text for one in named if not _used_here(one).exists() for text in _modules(one)]
     if trusted or not modules:
         return
     what = f"{path} names {', '.join(map(repr, modules))}, code on this machine that would be run"
@@ -238,13 +239,40 @@ def check_trust(
     )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of a settings file."""
+def _naming_modules(values: Mapping[str, Any]) -> list[Any]:
+    """The settings that name modules; an environment with its arguments is one."""
+    played = [values.get("env", ""), values.get("env_kwargs", {})]
+    others = [values[name] for name in ("wrapper", "network", "loss") if name in values]
+    return [one for one in (played, *others) if any(_modules(one))]
+
+
+def _modules(value: Any) -> Iterator[str]:
+    """All texts in a value of a settings file that may name a module."""
     if isinstance(value, str):
-        yield value
+        yield from [value] if ":" in value else ()
     elif isinstance(value, (list, dict)):
         for part in [*value, *(value.values() if isinstance(value, dict) else ())]:
-            yield from _texts(part)
+            yield from _modules(part)
+
+
+def _used_here(named: Any) -> Path:
+    """A file that exists if a run started in this directory has used a setting with modules."""
+    key = json.dumps([os.getcwd(), named], sort_keys=True)
+    return state_directory() / "modules" / sha256(key.encode()).hexdigest()
+
+
+def _remember(config: Config) -> None:
+    """Ask no more whether to trust the modules of this run, in this directory."""
+    values = {name: getattr(getattr(config, FIELDS[name][0]), name) for name in _RUNS_CODE}
+    with contextlib.suppress(OSError):  # then it asks
+        for named in _naming_modules(values):
+            _used_here(named).parent.mkdir(parents=True, exist_ok=True)
+            _used_here(named).touch()
+
+
+def state_directory() -> Path:
+    """Where zapex remembers what this user has run and launched."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "zapex"
 
 
 def actors_auto(args: list[str]) -> tuple[list[str], bool]:
@@ -277,7 +305,8 @@ def _put_balance(
     config = layers.config()
     report = balance.kept(balance.kept_at(cache_directory(), config, spec, machine))
     if report is None:
-        reason = f"the preset's; `zapex balance {config.env.env}` has not run here yet"
+        measure = shlex.join(["zapex", "balance", config.env.env])
+        reason = f"the preset's; `{measure}` has not run here yet"
         layers.chosen["actors"] = Choice(config.actor.actors, reason)
         return
     found = {
@@ -344,7 +373,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     config = run.config
     if config.run.resume == AUTO:
         moved = directory.set_aside(Path(config.run.run_dir))
-        if moved is not None:
+        if moved is not None and not config.run.quiet:
             print(f"{config.run.run_dir} has nothing to resume from: moved to {moved}", flush=True)
         config = config.replace(resume="")
         _check_writable(Path(config.run.run_dir))
@@ -358,6 +387,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     if part.learns and config.run.visdom:
         visdom.check(config.run.visdom)
     preflight.demand(findings(run, part))
+    _remember(config)
     gpu = run.machine.gpu
     if gpu is not None and gpu.problem:
         text = f"WARNING: the learner uses the CPU. {gpu}; to fix it: {gpu.hint}"
@@ -366,7 +396,8 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     own = {name: choice for name, choice in run.chosen.items() if _concerns(part, name)}
     image = run.spec.observation_dtype == "uint8"
     where = places.describe(config, run.machine, part.roles, image)
-    print_table("\n".join([run.spec.describe, *run.spec.notes, explain(own), *where]))
+    if not config.run.quiet:
+        print_table("\n".join([run.spec.describe, *run.spec.notes, explain(own), *where]))
     return config
 
 
@@ -378,26 +409,16 @@ def _concerns(part: Part, name: str) -> bool:
     return section in {"env", "run", *part.roles}
 
 
-def run_directory(text: str) -> Path:
-    """The directory of an existing run. Raises ConfigError."""
-    path = Path(text)
-    if not (path / "config.toml").is_file():
-        runs = [p.parent.name for p in path.parent.glob("*/config.toml")]
-        raise ConfigError(
-            f"{text} is not a run: it has no config.toml{did_you_mean(path.name, runs)}"
-        )
-    return path
-
-
 def _new_run_directory(config: Config, part: str) -> Path:
     """The directory of a new run, or of a part of one. Raises ConfigError if it exists."""
-    env, run = config.env.env.replace("/", "-"), config.run
-    now = time.strftime("%Y%m%d-%H%M%S")
+    env, run = re.sub("[/:]", "-", config.env.env), config.run
+    # Runs of a sweep may start within the same second.
+    now = time.strftime("%Y%m%d-%H%M%S") + f"-{time.time_ns() // 10**6 % 1000:03d}"
     path = Path(run.run_dir or f"runs/{env}__{run.exp}__{run.seed}__{now}{part and '__' + part}")
     if path.exists():
         raise ConfigError(
             f"--run-dir must be new, and {path} exists: choose another, or continue with "
-            f"`zapex train --resume {path}`"
+            f"`{shlex.join(['zapex', 'train', '--resume', str(path)])}`"
         )
     _check_writable(path)
     return path

@@ -216,20 +216,20 @@ def compare(args: list[str]) -> int:
     return 0
 
 
-def is_local(text: str) -> bool:
-    """Whether `text` names a run by its directory, or by its name in runs/."""
-    from zapex.watch.runs import RUNS, SETTINGS_FILE
+def local(text: str) -> Path | None:
+    """The run of this host that `text` names; "": the one that is running. None: there is none."""
+    from zapex.watch.runs import RUNS, SETTINGS_FILE, runs_in, training_process
 
-    return bool(text) and any(
-        (p / SETTINGS_FILE).is_file() for p in (Path(text), Path(RUNS) / text)
-    )
+    if text:
+        paths = (Path(text), Path(RUNS) / text)
+        return next((path for path in paths if (path / SETTINGS_FILE).is_file()), None)
+    return next((path for path in runs_in(Path(RUNS)) if training_process(path)), None)
 
 
-def stop(text: str) -> int:
+def stop(run_dir: Path) -> int:
     """Stop a run of this host, as Ctrl-C does, and wait until it has saved."""
     from zapex.watch import runs as known
 
-    run_dir = known.find(text)
     pid = known.training_process(run_dir)
     if not pid:
         if known.look(run_dir).state in ("running", "starting"):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import parse, read_settings
-from zapex.cli.resolve import check_trust, run_directory
+from zapex.cli.resolve import check_trust
 from zapex.config.settings import Config, LearnerConfig
 from zapex.errors import ConfigError
 
@@ -61,7 +61,7 @@ def load_policy(
     """The policy of a run; needs neither environment nor replay.
 
     Args:
-        run: directory of the run, or one of its checkpoint files.
+        run: directory of the run, its name in runs/, or one of its checkpoint files.
         which: "best" (before the first evaluation: the latest), "latest", or a checkpoint's name.
         trust: whether modules that the run names, e.g. of a custom network, may be imported.
         device: "cpu", "cuda" or "auto".
@@ -77,10 +77,11 @@ def load_policy(
 
 def _found(run: Path, which: str) -> "Checkpoint":
     from zapex.run import checkpoints
+    from zapex.watch import runs
 
     if run.is_file():
         return checkpoints.load(run)
-    return checkpoints.load(checkpoints.find(run_directory(str(run)), which))
+    return checkpoints.load(checkpoints.find(runs.find(str(run)), which))
 
 
 def _network(
@@ -102,8 +103,9 @@ def _network(
 def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfig]":
     """The same from the run's settings, for checkpoints of a version that did not store it."""
     from zapex.envs import environments
+    from zapex.watch import runs
 
-    path = str(run_directory(str(run)) / "config.toml")
+    path = str(runs.find(str(run)) / "config.toml")
     values = read_settings(path)
     check_trust(path, values, {}, trust)
     config = Config().replace(**values)
@@ -116,7 +118,7 @@ class _ExportOptions:
     """Options."""
 
     run: str = ""
-    """Directory of the run."""
+    """Directory of the run, or its name in runs/."""
     onnx: str = ""
     """ONNX file to write; needs pip install "zapex[onnx]"."""
     checkpoint: str = "best"

@@ -1,13 +1,15 @@
 """`zapex train`, with one seed or several, and `demo`, `config` and `doctor`."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zapex.cli import hosts
-from zapex.cli.resolve import AUTO, MACHINE, Options, Resolved, findings, prepared, resolve
-from zapex.config.settings import Config
+from zapex.cli.resolve import AUTO, Options, Resolved, findings, prepared, resolve
+from zapex.config.settings import FIELDS, Config
 from zapex.errors import ConfigError
+from zapex.host.parts import PARTS
 
 if TYPE_CHECKING:
     from zapex.envs.environments import EnvironmentSpec
@@ -56,7 +58,8 @@ def _train_each_seed(run: Resolved, args: list[str]) -> int:
         raise ConfigError(f"--seeds starts runs: give --resume {AUTO}, or leave --resume out")
     failed, trained = False, list[Path]()
     for i, seed in enumerate(seeds):
-        print(f"seed {seed}, run {i + 1} of {len(seeds)}", flush=True)
+        if not settings.quiet:
+            print(f"seed {seed}, run {i + 1} of {len(seeds)}", flush=True)
         words = [*args, "--seeds=", "--seed", str(seed)]
         if settings.run_dir:
             words += ["--run-dir", str(Path(settings.run_dir) / f"seed-{seed}")]
@@ -66,10 +69,12 @@ def _train_each_seed(run: Resolved, args: list[str]) -> int:
             trained.append(ending.last.facts.run_dir)
         if ending.reason.startswith("stopped by"):
             break
+    if settings.quiet:
+        return int(failed)
     from zapex.watch import runs
 
     print(*runs.table([runs.look(path) for path in trained], 80), sep="\n")
-    print(f"compare them: zapex plot {' '.join(map(str, trained))} --out seeds.png")
+    print("compare them: zapex plot", shlex.join(map(str, trained)), "--out seeds.png")
     return int(failed)
 
 
@@ -86,6 +91,8 @@ def _train_once(args: list[str]) -> "Ending":
 def _prepared(run: Resolved) -> Config:
     """The settings of a run that can start; prints what to expect of it."""
     config = prepared(run)
+    if config.run.quiet:
+        return config
     from zapex.config.presets import outlook
     from zapex.watch.terminal import print_table
 
@@ -121,14 +128,30 @@ def demo(args: list[str]) -> int:
     return train(["CartPole-v1", "--stop-at-return", "475", "--max-minutes", "5", *args])
 
 
+@dataclass(frozen=True)
+class _ConfigOptions(Options):
+    """Options."""
+
+    many_hosts: bool = False
+    """Leave out what each host of a run chooses itself, such as --actors and --capacity, unless
+    you give it here."""
+
+
 def config(args: list[str]) -> int:
     """`zapex config [ENV]`: the settings as TOML, with the reason for each in a comment."""
     what = "Print the settings that `zapex train` would use, as TOML for --config."
-    run = resolve(args, "config", what)
+    part = PARTS["replay" if "--many-hosts" in args else "all"]  # then all machines count
+    run = resolve(args, "config", what, _ConfigOptions, part)
     from zapex.config.layers import explain
 
-    print(*(f"#{line}" for line in explain(run.chosen).splitlines()), sep="\n")
-    print(run.config.to_toml(), end="")
+    chosen, without = run.chosen, set[str]()
+    if run.more.many_hosts:
+        given = {name for name, one in chosen.items() if one.reason.startswith(("you", "from "))}
+        kept = given | run.config.shared().keys() | {"preset", "env"}
+        without = FIELDS.keys() - kept
+        chosen = {name: one for name, one in chosen.items() if name in kept}
+    print(*(f"#{line}" for line in explain(chosen).splitlines()), sep="\n")
+    print(run.config.to_toml(without), end="")
     return 0
 
 
@@ -140,7 +163,7 @@ def doctor(args: list[str]) -> int:
         "Check whether this machine has what `zapex train` needs. `zapex doctor replay`, `zapex "
         "doctor actor` and `zapex doctor learner` check one host of several."
     )
-    run = resolve(args, "doctor", what, first=MACHINE)
+    run = resolve(args, "doctor", what)
     from zapex.run import preflight
 
     return preflight.doctor(findings(run))

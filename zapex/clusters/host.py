@@ -9,20 +9,26 @@ child, which saves. So does SIGUSR1, after which the command REQUEUE asks the sc
 this host again.
 """
 
+import dataclasses
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zapex.config.clusters import TABLES, HostTable, Table
+from zapex.config.fields import setting
 from zapex.errors import ConfigError
 from zapex.machine.child import PARENT_VARIABLE, child_setup
 from zapex.machine.disk import replace_whole
-from zapex.machine.reading import read_json, read_text, typed
+from zapex.machine.reading import open_regular, read_json, read_text, typed
 from zapex.machine.resources import CORES_VARIABLE
 from zapex.machine.supervisor import Died, Exited, GaveUp, ProcessSpec, Supervisor, status_in_words
 
@@ -30,6 +36,8 @@ SETTINGS, FACTS, KEYS = "run.toml", "launch.json", "keys"
 URL, OVER = "replay.url", "over"
 GRACE_S = 60.0
 """For a child to save and end, unless launch.json says otherwise."""
+_LONGEST_NAME = 40  # with a role and a number it is still a valid name in Kubernetes
+_TAIL_BYTES = 1 << 20
 _POLL_S = 0.5
 _REMINDER_S = 30.0
 _REQUEUE_S = 60.0
@@ -37,15 +45,91 @@ _END_S = 60.0  # hosts learn from the replay that the run is over; this is for t
 _BAD_SETTINGS = 2  # the exit code of a mistake that no restart fixes
 
 
+@dataclass(frozen=True)
+class Group(HostTable):
+    """Equal hosts of one role, numbered from 0.
+
+    command: the words after `zapex`; each host fills in what is in braces.
+    """
+
+    name: str = ""
+    hosts: int = setting(1, low=1, high=10_000)
+    learns: bool = False
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement(Table):
+    """The hosts of a run, which launch.json stores: what each must know, and how to find them.
+
+    on: the scheduler. ids: its names for what was submitted. grace_s: how long a host may take to
+    save and end. The rest depends on the scheduler: url and advertise are addresses, runs is where
+    the run directories are, echo means that it keeps what hosts print, and stays is the role that
+    it would restart at its end.
+    """
+
+    on: str = ""
+    name: str = ""
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)
+    shards: int = setting(1, low=1, high=128)
+    port: int = setting(0, low=0)
+    grace_s: float = setting(GRACE_S, low=0.0)
+    url: str = ""
+    advertise: str = ""
+    runs: str = ""
+    echo: bool = False
+    stays: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on not in TABLES:
+            raise ConfigError(f"--on must be one of {', '.join(TABLES)}, got {self.on!r}")
+        fits = re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name)
+        if not fits or len(self.name) > _LONGEST_NAME:
+            raise ConfigError(
+                f"--name must start with a letter and have at most {_LONGEST_NAME} lower-case "
+                f"letters, digits and '-', got {self.name!r}"
+            )
+
+    @classmethod
+    def read(cls, home: Path) -> "Placement":
+        """launch.json of a launch. Raises ConfigError."""
+        try:
+            placement: Placement = typed(cls, read_json(home / FACTS), FACTS)
+        except ConfigError as error:
+            raise ConfigError(f"{home} is not a launched run: {error}") from None
+        return placement
+
+    def write(self, home: Path) -> None:
+        """Write launch.json."""
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        replace_whole(home / FACTS, [text.encode()])
+        (home / FACTS).chmod(0o600)
+
+    def group(self, role: str) -> Group:
+        """The group of a role. Raises ConfigError for an unknown one."""
+        if role not in self.groups:
+            raise ConfigError(
+                f"a role of this run is one of {', '.join(self.groups)}, got {role!r}"
+            )
+        return self.groups[role]
+
+    @property
+    def ends(self) -> str:
+        """The role whose end is the run's: the one with the learner."""
+        return next((group.name for group in self.groups.values() if group.learns), "")
+
+
 class PlacedHost:
     """See the module's docstring."""
 
     def __init__(self, home: Path, role: str, index: int, requeue: Sequence[str] = ()) -> None:
         self.home, self.role, self.index, self.requeue = home, role, index, requeue
-        self.facts = facts_of(home)
+        self.placement = Placement.read(home)
         self.log = home / "logs" / f"{role}-{index}.log"
         self.over = home / OVER
-        self._port = int(self.facts.get("port") or 0)
+        self._port = self.placement.port
         self._requeuing = False  # since a SIGUSR1
         self._starts = self._echoed = 0
         self._child = self._url = ""  # the child's name, and the replay's address that it has
@@ -63,7 +147,7 @@ class PlacedHost:
             subprocess.run(self.requeue, timeout=_REQUEUE_S, check=False)
         if code is None:
             return 0 if self.over.exists() else 128 + signal.SIGTERM
-        if code == 0 and self.role == self.facts["ends"]:
+        if code == 0 and self.role == self.placement.ends:
             replace_whole(self.over, [b"the learner's command has ended\n"])
         return code
 
@@ -85,7 +169,7 @@ class PlacedHost:
                 if moved := code is None and self._has_moved():
                     _report(f"the replay is at {self._replay_url()} now: rejoining there")
                     break
-            for event in supervisor.shutdown(self.facts.get("grace_s", GRACE_S)):
+            for event in supervisor.shutdown(self.placement.grace_s):
                 _report(str(event))
             moved = moved and supervisor.stop_signal is None
         self._echo()
@@ -116,7 +200,7 @@ class PlacedHost:
     def _end(self, supervisor: Supervisor) -> int:
         """The run is over. Some schedulers restart whatever ends; there the replay's host waits."""
         _report("the run is over")
-        if self.facts.get("stays") == self.role:
+        if self.placement.stays == self.role:
             _report("this host waits to be stopped")
             replace_whole(self.over, [b"the replay's command has ended\n"])
             while supervisor.stop_signal is None:
@@ -128,19 +212,19 @@ class PlacedHost:
         self._url, self._starts = url, self._starts + 1
         again = f" ({self._starts})" if self._starts > 1 else ""
         self._child = f"{self.role} {self.index}{again}"
-        run_dir = Path(self.facts.get("runs") or self.home) / f"{self.role}-{self.index}"
+        run_dir = Path(self.placement.runs or self.home) / f"{self.role}-{self.index}"
         filled = {"url": url, "home": self.home, "run": run_dir, "index": self.index}
-        words = [word.format(**filled) for word in self.facts["commands"][self.role]]
+        group = self.placement.group(self.role)
+        words = [word.format(**filled) for word in group.command]
         argv = [sys.executable, "-P", "-m", "zapex", "--child", self._child, *words]
-        cores = self.facts.get("cores", {}).get(self.role)
-        env = {CORES_VARIABLE: str(cores)} if cores else {}
+        env = {CORES_VARIABLE: str(group.cores)}
         supervisor.start(
             ProcessSpec(name=self._child, argv=argv, log_path=self.log, restart=True, env=env)
         )
         _report(f"zapex {' '.join(words)}")
 
     def _replay_url(self) -> str:
-        return str(self.facts.get("url") or published(self.home, self.facts))
+        return self.placement.url or published(self.home, self.placement.shards)
 
     def _has_moved(self) -> bool:
         started = bool(self._child) and self.role != "replay"
@@ -151,15 +235,14 @@ class PlacedHost:
         if not self._port:
             with socket.create_server(("", 0)) as probe:
                 self._port = int(probe.getsockname()[1])
-        if not self.facts.get("url"):
-            host = self.facts.get("advertise") or socket.gethostname()
-            text = f"tcp://{host}:{self._port}\n"
-            replace_whole(self.home / url_name(self.index), [text.encode()])
+        if not self.placement.url:
+            host = self.placement.advertise or socket.gethostname()
+            publish(self.home, self.index, f"tcp://{host}:{self._port}")
         return f"tcp://0.0.0.0:{self._port}"
 
     def _echo(self) -> None:
         """Print the child's output if the scheduler keeps what this process prints."""
-        if not self.facts.get("echo"):
+        if not self.placement.echo:
             return
         try:
             with self.log.open("rb") as file:
@@ -172,29 +255,35 @@ class PlacedHost:
         sys.stdout.flush()
 
 
-def url_name(shard: int) -> str:
-    """The file with the address of a shard."""
-    return f"replay-{shard}.url" if shard else URL
+def _url_file(home: Path, shard: int) -> Path:
+    return home / (f"replay-{shard}.url" if shard else URL)
 
 
-def published(home: Path, facts: Mapping[str, Any]) -> str:
-    """The addresses of all shards, as `--replay` takes them; "" while one is missing."""
-    names = map(url_name, range(facts.get("shards", 1)))
+def publish(home: Path, shard: int, url: str) -> None:
+    """Write the address of a shard."""
+    replace_whole(_url_file(home, shard), [f"{url}\n".encode()])
+
+
+def published(home: Path, shards: int, first: int = 0) -> str:
+    """The addresses of these shards, as `--replay` takes them; "" while one is missing."""
+    files = [_url_file(home, shard) for shard in range(first, first + shards)]
     try:
-        urls = [read_text(home / name).strip() for name in names]
+        urls = [read_text(path).strip() for path in files]
     except ConfigError:
         return ""
     return ",".join(urls) if all(urls) else ""
 
 
-def facts_of(home: Path) -> dict[str, Any]:
-    """launch.json of a launch. Raises ConfigError."""
-    try:
-        facts: dict[str, Any] = typed(dict[str, Any], read_json(home / FACTS), FACTS)
-        named = {name: typed(str, facts.get(name), name) for name in ("on", "name")}
-        return facts | named | {"ids": typed(dict[str, Any], facts.get("ids", {}), "ids")}
-    except ConfigError as error:
-        raise ConfigError(f"{home} is not a launched run: {error}") from None
+def tail(path: Path, lines: int) -> str:
+    """The last lines of a log. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def host_words(home: Path, role: str) -> list[str]:
+    """The command of a host, to which its index is added."""
+    return [sys.executable, "-P", "-m", "zapex.clusters.host", str(home), role]
 
 
 def _report(text: str) -> None:

@@ -5,6 +5,7 @@ JSON, which kubectl takes as YAML; keys go to kubectl through a pipe, never on a
 """
 
 import base64
+import dataclasses
 import importlib
 import json
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zapex.clusters.host import FACTS, KEYS, OVER, SETTINGS
-from zapex.clusters.placement import KEY_OF, Group, Host, Placement, tool
+from zapex.clusters.host import FACTS, KEYS, OVER, SETTINGS, Group, Placement
+from zapex.clusters.placement import KEY_OF, Host, Launched, tool
 from zapex.errors import ConfigError
 from zapex.net.addresses import DEFAULT_PORT
 
@@ -43,11 +44,11 @@ _FAILURE_RULES: list[Any] = [
 ]
 
 
-class Kubernetes:
-    """The objects of one placement; see Scheduler."""
+class Kubernetes(Launched):
+    """The objects of one placement."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement, self.table = placement, placement.table
+    def __init__(self, placement: Placement, directory: Path, settings: str) -> None:
+        super().__init__(placement, directory, settings)
         self.name = f"zapex-{placement.name}"
         self.port = self.table.port or DEFAULT_PORT
         self.chosen = f"--selector=app.kubernetes.io/instance={self.name}"
@@ -56,12 +57,19 @@ class Kubernetes:
         """Every object. keys: the directory of the keys; None: without them."""
         place = f"{self.name}-replay.{self.table.namespace}.svc:{self.port}"
         urls = [f"tcp://{self.name}-replay-{i}.{place}" for i in range(self.table.shards)]
-        facts = self.placement.facts(
-            url=",".join(urls), runs=_RUNS, echo=True, stays="replay", port=self.port
+        placement = dataclasses.replace(
+            self.placement,
+            url=",".join(urls),
+            runs=_RUNS,
+            echo=True,
+            stays="replay",
+            port=self.port,
         )
-        texts = {SETTINGS: self.placement.settings, FACTS: json.dumps(facts, indent=2)}
+        facts = json.dumps(dataclasses.asdict(placement), indent=2)
+        texts = {SETTINGS: self.settings, FACTS: facts}
         config = self._object("v1", "ConfigMap", "settings", data=texts)
-        return [config, *(one for group in self.placement.groups for one in self._of(group, keys))]
+        groups = self.placement.groups.values()
+        return [config, *(one for group in groups for one in self._of(group, keys))]
 
     def _of(self, group: Group, keys: Path | None) -> list[dict[str, Any]]:
         """The objects of a group of hosts."""
@@ -92,7 +100,7 @@ class Kubernetes:
                 "backoffLimit": 1000,
                 "podFailurePolicy": {"rules": _FAILURE_RULES},
             }
-        if group.part.learns:
+        if group.learns:
             claim = {
                 "accessModes": ["ReadWriteOnce"],
                 "resources": {"requests": {"storage": f"{self.table.storage_gb}Gi"}},
@@ -138,7 +146,7 @@ class Kubernetes:
         # zapex's shared memory is in memfds, which count towards the memory limit.
         volumes: dict[str, dict[str, Any]] = {
             "home": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
-            "runs": claim if group.part.learns else {"emptyDir": {}},
+            "runs": claim if group.learns else {"emptyDir": {}},
             "tmp": {"emptyDir": {}},
             "shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "256Mi"}},
             "keys": {"secret": {"secretName": f"{self.name}-{role}-keys", "defaultMode": 0o440}},
@@ -182,11 +190,11 @@ class Kubernetes:
 
     def submit(self) -> dict[str, Any]:
         """kubectl create, which refuses what exists already."""
-        given = json.dumps({**_LIST, "items": self.objects(self.placement.directory / KEYS)})
+        given = json.dumps({**_LIST, "items": self.objects(self.directory / KEYS)})
         self._kubectl("create", "--filename=-", given=given)
         return {"namespace": self.table.namespace, "instance": self.name}
 
-    def states(self, ids: Mapping[str, Any]) -> list[Host]:
+    def states(self) -> list[Host]:
         """Pods, and the controllers' reasons for those that they could not create."""
         what = "pods,jobs,statefulsets"
         found = json.loads(self._kubectl("get", what, self.chosen, "--output=json"))["items"]
@@ -207,15 +215,16 @@ class Kubernetes:
         events = json.loads(self._kubectl(*words))["items"]
         return str(events[-1].get("message", "")) if events else ""
 
-    def log(self, ids: Mapping[str, Any], role: str, lines: int) -> str:
+    def log(self, role: str, lines: int = 50) -> str:
         """kubectl logs of each pod of the role."""
+        self.placement.group(role)
         chosen = f"{self.chosen},{_ROLE}={role}"
         how = (f"--tail={lines}", "--container=zapex", "--prefix", "--ignore-errors")
         return self._kubectl("logs", chosen, "--max-log-requests=50", *how)
 
-    def stop(self, ids: Mapping[str, Any], grace_s: float) -> None:
+    def _stop(self, grace_s: float) -> None:
         """Delete the learner, which saves first, then all other objects except its volume."""
-        learner = self.placement.learner.name
+        learner = self.placement.ends
         first = f"{'statefulset' if learner == 'replay' else 'job'}/{self.name}-{learner}"
         how = ("--ignore-not-found", "--cascade=foreground", f"--timeout={grace_s:g}s")
         self._kubectl("delete", first, *how, timeout_s=grace_s + 30)

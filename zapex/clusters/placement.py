@@ -5,26 +5,24 @@ run.states()
 run.stop()
 """
 
-import json
+import dataclasses
 import math
-import os
-import re
+import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from zapex.clusters.host import FACTS, GRACE_S, KEYS, OVER, SETTINGS, facts_of
+from zapex.clusters.host import GRACE_S, KEYS, OVER, SETTINGS, Group, Placement
 from zapex.config import clusters
 from zapex.config.clusters import HostTable
 from zapex.config.fields import toml_value
 from zapex.config.settings import EnvConfig, ReplayConfig, flatten
 from zapex.errors import ConfigError, ZapexError
-from zapex.host.parts import PARTS, Part
+from zapex.host.parts import PARTS
 from zapex.machine.disk import replace_whole
 from zapex.machine.reading import parse_toml, read_text
 
@@ -32,8 +30,7 @@ PENDING_S = 30.0
 """`launch` waits so long for hosts to start before it reports the scheduler's reason."""
 KEY_OF = {"replay": "replay", "learner": "learner", "actor": "relay"}
 """Role of a host -> the key that it has, besides the public ones."""
-_SCHEDULERS = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "Ray"}  # module -> class
-_LONGEST_NAME = 40  # with a role and a number it is still a valid name in Kubernetes
+_CLASSES = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "Ray"}  # module -> class
 _TOOL_S = 60.0
 _LOOK_S = 2.0
 _GIB = 1 << 30
@@ -42,27 +39,6 @@ _SAVE_S = 600.0  # for a replay's host to save its memory
 _REQUEUE_S = 20.0  # of SLURM's time before the limit, to queue the job again
 _STOP_S = 30.0  # for a scheduler to end what does not end by itself
 _LEARNER_BYTES = 3 * _GIB  # torch, its networks and some batches
-
-
-@dataclass(frozen=True)
-class Group:
-    """Equal hosts of one part, numbered from 0.
-
-    actors: on each of these hosts; for a replay, on all hosts together. options: the scheduler's.
-    """
-
-    part: Part
-    hosts: int
-    cores: int
-    memory_gb: int
-    gpus: int
-    actors: int
-    options: str = ""
-
-    @property
-    def name(self) -> str:
-        """replay, learner or actor; "replay" if it has the learner too."""
-        return self.part.command[0]
 
 
 @dataclass(frozen=True)
@@ -83,221 +59,49 @@ class Host:
         return text + (f": {self.why}" if self.why else "")
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The hosts of a run. directory: of the launch. settings: TOML. table: the scheduler's."""
+class Launched:
+    """A run at a scheduler; each scheduler is a subclass. Find it again with `Launched.find`."""
 
-    on: str
-    name: str
-    directory: Path
-    settings: str
-    table: Any
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...] = ()
+    def __init__(self, placement: Placement, directory: Path, settings: str) -> None:
+        self.placement, self.directory, self.settings = placement, directory, settings
+        self.table: Any = clusters.read(parse_toml(settings, "the settings"), placement.on)
 
-    def group(self, role: str) -> Group:
-        """The group of a role. Raises ConfigError for an unknown one."""
-        names = [group.name for group in self.groups]
-        if role not in names:
-            raise ConfigError(f"a role of this run is one of {', '.join(names)}, got {role!r}")
-        return self.groups[names.index(role)]
-
-    @property
-    def learner(self) -> Group:
-        """The group with the learner, which ends the run."""
-        return next(group for group in self.groups if group.part.learns)
-
-    @property
-    def grace_s(self) -> float:
-        """How long a host may take to save and end; the scheduler may give it less."""
-        if flatten(parse_toml(self.settings, SETTINGS)).get("save_replay", "never") == "never":
-            return GRACE_S
-        return max(GRACE_S, getattr(self.table, "signal_s", _SAVE_S) - _REQUEUE_S)
-
-    def command(self, group: Group) -> list[str]:
-        """The words after `zapex` of one host's command; the host fills in what is in braces."""
-        part = group.part
-        words = [*part.command, f"--{part.address}", "{url}"]
-        words += ["--actors", str(group.actors)] if group.actors else []
-        if self.table.shards > 1 and part.listens:
-            words += ["--shards", str(self.table.shards), "--shard", "{index}"]
-        words += ["--config", f"{{home}}/{SETTINGS}", "--keys", f"{{home}}/{KEYS}"]
-        return [*words, "--run-dir", "{run}", "--resume", "auto", "--trust", "--plain"]
-
-    def facts(self, **more: Any) -> dict[str, Any]:
-        """What each host must know (launch.json). more: of the scheduler."""
-        return {
-            "on": self.on,
-            "name": self.name,
-            "port": self.table.port,
-            "grace_s": self.grace_s,
-            "shards": self.table.shards,
-            "cores": {group.name: group.cores for group in self.groups},
-            "commands": {group.name: self.command(group) for group in self.groups},
-            "ends": self.learner.name,
-            **more,
-        }
-
-
-class Scheduler(Protocol):
-    """What SLURM, Kubernetes and Ray do with a placement."""
+    @staticmethod
+    def find(directory: str | Path) -> "Launched":
+        """The run of a launch directory; imports nothing that it names. Raises ConfigError."""
+        path = Path(directory).absolute()
+        placement = Placement.read(path)
+        if not placement.ids:
+            raise ConfigError(f"{path} was created but never submitted: launch it again")
+        return of(placement, path, settings_of(path / SETTINGS))
 
     def text(self) -> str:
         """Exactly what is submitted. Raises ConfigError for what cannot work."""
+        raise NotImplementedError
 
     def submit(self) -> dict[str, Any]:
-        """Submit it. Returns the scheduler's names for it, which the other calls take as `ids`."""
-
-    def states(self, ids: Mapping[str, Any]) -> list[Host]:
-        """Every host that the scheduler knows."""
-
-    def log(self, ids: Mapping[str, Any], role: str, lines: int) -> str:
-        """The last lines that the hosts of a role printed."""
-
-    def stop(self, ids: Mapping[str, Any], grace_s: float) -> None:
-        """End all hosts; the learner has `grace_s` seconds to save first."""
-
-
-def scheduler_of(placement: Placement) -> Scheduler:
-    """What talks to the placement's scheduler."""
-    kind = getattr(import_module(f"zapex.clusters.{placement.on}"), _SCHEDULERS[placement.on])
-    made: Scheduler = kind(placement)
-    return made
-
-
-# --- the placement -------------------------------------------------------------------------------
-
-
-def place(on: str, name: str, directory: Path, settings: str) -> Placement:
-    """The placement of a run.
-
-    Args:
-        on: "slurm", "kubernetes" or "ray".
-        name: of the run at the scheduler.
-        directory: of the launch.
-        settings: TOML with the table of the scheduler.
-
-    Raises:
-        ConfigError: something cannot work, as far as this can be seen before it is submitted.
-    """
-    tables = parse_toml(settings, "the settings file")
-    values, table = flatten(tables), clusters.read(tables, on)
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _LONGEST_NAME:
-        raise ConfigError(
-            f"--name must start with a letter and have at most {_LONGEST_NAME} lower-case letters, "
-            f"digits and '-', got {name!r}"
-        )
-    if table.with_learner and table.shards > 1:
-        raise ConfigError(
-            f"[{on}] with_learner is for one replay: leave it out, or shards = {table.shards}"
-        )
-    actor, both = table.actor, table.with_learner
-    actors = actor.actors or max(1, actor.cores - 1)
-    all_actors = actors * max(getattr(table, "most_hosts", 0), actor.hosts)
-    needed = _memory_gb(values, actors, all_actors)
-
-    def group(part: str, hosts: int, actors: int, **roles: HostTable) -> Group:
-        given = sum(row.memory_gb for row in roles.values())
-        return Group(
-            PARTS[part],
-            hosts,
-            cores=sum(row.cores for row in roles.values()),
-            memory_gb=given or sum(needed[role] for role in roles),
-            gpus=sum(row.gpus for row in roles.values()),
-            actors=actors,
-            options=next(iter(roles.values())).options,
-        )
-
-    if both:
-        first = [
-            group("replay with learner", 1, all_actors, replay=table.replay, learner=table.learner)
-        ]
-    else:
-        first = [
-            group("replay", table.shards, all_actors, replay=table.replay),
-            group("learner", 1, 0, learner=table.learner),
-        ]
-    groups = (*first, group("actor", actor.hosts, actors, actor=actor))
-    has_capacity = "capacity" in values
-    for role, gib in needed.items():
-        given = getattr(table, role).memory_gb
-        if 0 < given < gib and not both and (has_capacity or role != "replay"):
-            raise ConfigError(
-                f"[{on}] {role} memory_gb is {given}, and these settings need about {gib}: raise "
-                "it, or leave it out"
-            )
-    notes = []
-    if actors > actor.cores:
-        notes.append(f"{actors} actors per host share {actor.cores} cores")
-    if not has_capacity:
-        notes.append("the settings have no capacity: the replay takes 40 % of its host's memory")
-    return Placement(on, name, directory, settings, table, groups, tuple(notes))
-
-
-def _memory_gb(values: Mapping[str, Any], actors: int, all_actors: int) -> dict[str, int]:
-    """GiB that one host of each role needs with these settings. Raises ConfigError."""
-    from zapex.config import presets
-    from zapex.config.layers import Layers
-    from zapex.envs import environments
-    from zapex.machine.resources import Machine
-
-    names = values.keys() & {"env", "env_kwargs", "wrapper"}
-    played = EnvConfig(**{name: values[name] for name in names})
-    spec = environments.check(played.env, played.env_kwargs, played.wrapper)
-    machine = Machine(cores=8, memory_bytes=64 * _GIB, gpus=0)
-    task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
-    layers = Layers(presets.choose(values.get("preset", "auto"), task, machine, "replay"))
-    layers.put({**values, "actors": all_actors}, "")
-    config = layers.config()
-    schema = spec.schema(config.replay.n_step, config.replay.gamma)
-    # Without a capacity the preset takes what fits.
-    kept = presets.replay_bytes(schema, config) if "capacity" in values else 4 * _GIB
-    needed = {
-        "replay": (kept + 2 * presets.PROCESS_BYTES) / _SHARE,
-        "learner": _LEARNER_BYTES + presets.PROCESS_BYTES,
-        "actor": (actors + 2) * presets.PROCESS_BYTES / _SHARE,
-    }
-    return {role: math.ceil(size / _GIB) for role, size in needed.items()}
-
-
-# --- launched runs -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A run that was handed to a scheduler. Find it again with `Launched.find(directory)`."""
-
-    placement: Placement
-    ids: Mapping[str, Any]
-
-    @classmethod
-    def find(cls, directory: str | Path) -> "Launched":
-        """The run of a launch directory. Raises ConfigError."""
-        path = Path(directory)
-        facts = facts_of(path)
-        text = read_text(path / SETTINGS)
-        if not facts.get("ids"):
-            raise ConfigError(f"{path} was created but never submitted: launch it again")
-        return cls(place(facts["on"], facts["name"], path.absolute(), text), facts["ids"])
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """What talks to the scheduler."""
-        return scheduler_of(self.placement)
+        """Submit it. Returns the scheduler's names for it, which a launched placement has."""
+        raise NotImplementedError
 
     def states(self) -> list[Host]:
         """Every host that the scheduler knows."""
-        return self.scheduler.states(self.ids)
+        raise NotImplementedError
 
     def log(self, role: str, lines: int = 50) -> str:
-        """The last lines of each host of a role."""
-        self.placement.group(role)
-        return self.scheduler.log(self.ids, role, lines)
+        """The last lines that each host of a role printed."""
+        raise NotImplementedError
 
     def stop(self, grace_s: float = 0.0) -> None:
         """End all hosts. They save first, within `grace_s` seconds; 0: as long as that may take."""
-        replace_whole(self.placement.directory / OVER, [b"stopped by the user\n"])
-        self.scheduler.stop(self.ids, grace_s or self.placement.grace_s + _STOP_S)
+        replace_whole(self.directory / OVER, [b"stopped by the user\n"])
+        self._stop(grace_s or self.placement.grace_s + _STOP_S)
+
+    def _stop(self, grace_s: float) -> None:
+        raise NotImplementedError
+
+    def watch(self) -> int:
+        """Serve the run until it is over, if its scheduler needs that. Returns the exit code."""
+        return 0
 
     def wait_for_start(
         self, report: Callable[[str], None], timeout_s: float = PENDING_S
@@ -313,6 +117,13 @@ class Launched:
         for line in summary(hosts):
             report(line)
         return hosts
+
+
+def of(placement: Placement, directory: Path, settings: str) -> Launched:
+    """The run of a placement, of its scheduler's class."""
+    kind = getattr(import_module(f"zapex.clusters.{placement.on}"), _CLASSES[placement.on])
+    made: Launched = kind(placement, directory, settings)
+    return made
 
 
 def summary(hosts: Sequence[Host]) -> list[str]:
@@ -342,17 +153,19 @@ def launch(
 
     Raises:
         ConfigError: the settings or the table cannot work.
-        ZapexError: the scheduler refuses the run.
+        ZapexError: the scheduler refuses the run; the directory is removed again.
     """
-    name = name or time.strftime("zapex-%m%d-%H%M%S")
-    path = Path(directory or Path("runs") / name).absolute()
-    placement = place(on, name, path, settings_of(config))
-    scheduler = scheduler_of(placement)
-    scheduler.text()
-    make_directory(placement)
-    ids = scheduler.submit()
-    _write_facts(placement, ids)
-    return Launched(placement, ids)
+    run = place(config, on, name, directory)
+    run.text()
+    make_directory(run)
+    try:
+        ids = run.submit()
+    except ZapexError:
+        shutil.rmtree(run.directory, ignore_errors=True)
+        raise
+    placement = dataclasses.replace(run.placement, ids=ids)
+    placement.write(run.directory)
+    return of(placement, run.directory, run.settings)
 
 
 def settings_of(config: str | Path | Mapping[str, Any]) -> str:
@@ -366,32 +179,135 @@ def settings_of(config: str | Path | Mapping[str, Any]) -> str:
     return read_text(Path(config))
 
 
-def make_directory(placement: Placement) -> None:
+def make_directory(run: Launched) -> None:
     """The launch directory: mode 0700, with the settings and new keys. Raises ConfigError."""
     from zapex.net import keys
 
-    path = placement.directory
+    path = run.directory
     try:
         path.mkdir(mode=0o700, parents=True)
         path.chmod(0o700)
         (path / "logs").mkdir(mode=0o700)
-        replace_whole(path / SETTINGS, [placement.settings.encode()])
+        replace_whole(path / SETTINGS, [run.settings.encode()])
+        run.placement.write(path)
     except FileExistsError:
         raise ConfigError(f"{path} exists: name a new directory, or another --name") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be created: {error.strerror}") from None
     keys.make(path / KEYS)
-    _write_facts(placement, {})
 
 
-def _write_facts(placement: Placement, ids: Mapping[str, Any]) -> None:
-    """launch.json: how to find the run again, and what its hosts start."""
-    text = json.dumps(placement.facts(ids=ids), indent=2)
-    replace_whole(placement.directory / FACTS, [text.encode()])
-    os.chmod(placement.directory / FACTS, 0o600)
+# --- the placement -------------------------------------------------------------------------------
 
 
-# --- for all schedulers --------------------------------------------------------------------------
+def place(
+    config: str | Path | Mapping[str, Any], on: str, name: str = "", directory: str | Path = ""
+) -> Launched:
+    """A run that is not submitted yet; the arguments are those of `launch`.
+
+    Raises:
+        ConfigError: something cannot work, as far as this can be seen before it is submitted.
+    """
+    settings = settings_of(config)
+    tables = parse_toml(settings, "the settings")
+    values, table = flatten(tables), clusters.read(tables, on)
+    name = name or time.strftime("zapex-%m%d-%H%M%S")
+    path = Path(directory or Path("runs") / name).absolute()
+    if not str(path).isprintable():
+        raise ConfigError(f"--dir must be printable and without line breaks, got {str(path)!r}")
+    if table.with_learner and table.shards > 1:
+        raise ConfigError(
+            f"[{on}] with_learner is for one replay: leave it out, or shards = {table.shards}"
+        )
+    actor, both = table.actor, table.with_learner
+    actors = actor.actors or max(1, actor.cores - 1)
+    all_actors = actors * max(getattr(table, "most_hosts", 0), actor.hosts)
+    needed = _memory_gb(values, actors, all_actors)
+    for role, gib in needed.items():
+        given = getattr(table, role).memory_gb
+        if 0 < given < gib and not both and ("capacity" in values or role != "replay"):
+            raise ConfigError(
+                f"[{on}] {role} memory_gb is {given}, and these settings need about {gib}: raise "
+                "it, or leave it out"
+            )
+
+    def group(name: str, hosts: int, actors: int, **roles: HostTable) -> Group:
+        part = PARTS[name]
+        words = [*part.command, f"--{part.address}", "{url}"]
+        words += ["--actors", str(actors)] if actors else []
+        if table.shards > 1 and part.listens:
+            words += ["--shards", str(table.shards), "--shard", "{index}"]
+        words += ["--config", f"{{home}}/{SETTINGS}", "--keys", f"{{home}}/{KEYS}"]
+        words += ["--run-dir", "{run}", "--resume", "auto", "--trust", "--plain"]
+        given = sum(row.memory_gb for row in roles.values())
+        return Group(
+            cores=sum(row.cores for row in roles.values()),
+            memory_gb=given or sum(needed[role] for role in roles),
+            gpus=sum(row.gpus for row in roles.values()),
+            options=next(iter(roles.values())).options,
+            name=part.command[0],
+            hosts=hosts,
+            learns=part.learns,
+            command=tuple(words),
+        )
+
+    if both:
+        learner = {"replay": table.replay, "learner": table.learner}
+        groups = [group("replay with learner", 1, all_actors, **learner)]
+    else:
+        groups = [
+            group("replay", table.shards, all_actors, replay=table.replay),
+            group("learner", 1, 0, learner=table.learner),
+        ]
+    groups.append(group("actor", actor.hosts, actors, actor=actor))
+    grace_s = GRACE_S
+    if values.get("save_replay", "never") != "never":
+        grace_s = max(GRACE_S, getattr(table, "signal_s", _SAVE_S) - _REQUEUE_S)
+    placement = Placement(
+        on,
+        name,
+        {one.name: one for one in groups},
+        shards=table.shards,
+        port=table.port,
+        grace_s=grace_s,
+    )
+    return of(placement, path, settings)
+
+
+def notes(run: Launched) -> list[str]:
+    """What a user may not expect of a run that is to be launched."""
+    actor, found = run.table.actor, []
+    if actor.actors > actor.cores:
+        found.append(f"{actor.actors} actors per host share {actor.cores} cores")
+    if "capacity" not in flatten(parse_toml(run.settings, "the settings")):
+        found.append("the settings have no capacity: the replay takes 40 % of its host's memory")
+    return found
+
+
+def _memory_gb(values: Mapping[str, Any], actors: int, all_actors: int) -> dict[str, int]:
+    """GiB that one host of each role needs with these settings. Raises ConfigError."""
+    from zapex.config import presets
+    from zapex.config.layers import Layers
+    from zapex.envs import environments
+    from zapex.machine.resources import Machine
+
+    names = values.keys() & {"env", "env_kwargs", "wrapper"}
+    played = EnvConfig(**{name: values[name] for name in names})
+    spec = environments.check(played.env, played.env_kwargs, played.wrapper)
+    machine = Machine(cores=8, memory_bytes=64 * _GIB, gpus=0)
+    task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
+    layers = Layers(presets.choose(values.get("preset", "auto"), task, machine, "replay"))
+    layers.put({**values, "actors": all_actors}, "")
+    config = layers.config()
+    schema = spec.schema(config.replay.n_step, config.replay.gamma)
+    # Without a capacity the preset takes what fits.
+    kept = presets.replay_bytes(schema, config) if "capacity" in values else 4 * _GIB
+    needed = {
+        "replay": (kept + 2 * presets.PROCESS_BYTES) / _SHARE,
+        "learner": _LEARNER_BYTES + presets.PROCESS_BYTES,
+        "actor": (actors + 2) * presets.PROCESS_BYTES / _SHARE,
+    }
+    return {role: math.ceil(size / _GIB) for role, size in needed.items()}
 
 
 def tool(*words: str, given: str = "", timeout_s: float = _TOOL_S) -> str:
@@ -410,8 +326,3 @@ def tool(*words: str, given: str = "", timeout_s: float = _TOOL_S) -> str:
         said = (done.stderr.strip() or done.stdout.strip() or "it gave no reason").splitlines()
         raise ZapexError(f"{words[0]} refuses: {said[-1].strip()}")
     return done.stdout
-
-
-def host_words(home: Path, role: str) -> list[str]:
-    """The command of a host, to which its index is added: zapex.clusters.host."""
-    return [sys.executable, "-P", "-m", "zapex.clusters.host", str(home), role]

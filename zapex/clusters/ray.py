@@ -6,6 +6,7 @@ each host its keys, and adds actor hosts as the cluster grows. Experience never 
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -14,39 +15,42 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from zapex.clusters.host import FACTS, KEYS, OVER, SETTINGS, published, url_name
-from zapex.clusters.placement import KEY_OF, Group, Host, Placement, host_words
+from zapex.clusters.host import (
+    FACTS,
+    KEYS,
+    OVER,
+    SETTINGS,
+    Group,
+    host_words,
+    publish,
+    published,
+    tail,
+)
+from zapex.clusters.placement import KEY_OF, Host, Launched
 from zapex.errors import ConfigError, ZapexError
 from zapex.machine.child import PARENT_VARIABLE
 from zapex.machine.disk import replace_whole
-from zapex.machine.reading import read_text
 
 NAMESPACE = "zapex"
 _LOOK_S = 1.0
 _GROW_S = 5.0
 _ANSWER_S = 5.0
-_TAIL_BYTES = 1 << 20
 _NO_KEYS = "waiting for keys"
 
 
-class Ray:
-    """The hosts of one placement; see Scheduler."""
+class Ray(Launched):
+    """The hosts of one placement."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement, self.table = placement, placement.table
-        self._ray: Any = None
-
-    @property
+    @cached_property
     def ray(self) -> Any:
         """The module `ray`, connected. Raises ConfigError."""
-        if self._ray is None:
-            self._ray = _connected(self.table.address)
-        return self._ray
+        return _connected(self.table.address)
 
     def text(self) -> str:
         """The placement group and each Ray actor, as Ray gets them."""
@@ -55,8 +59,8 @@ class Ray:
         text = {
             "placement_group": {**self._place(), "wait_s": self.table.wait_s},
             "actors": [
-                {"name": self._name(group.name, index), **self._options(group)}
-                for group in self.placement.groups
+                {"name": self._name(group.name, index), **_options(group)}
+                for group in self.placement.groups.values()
                 for index in range(group.hosts)
             ],
         }
@@ -67,20 +71,26 @@ class Ray:
         util = self.ray.util
         place = util.placement_group(**self._place())
         if not place.wait(self.table.wait_s):
-            missing = "; ".join(self._missing(group) for group in self.placement.groups[:-1])
+            missing = "; ".join(self._missing(group) for group in self._first)
             util.remove_placement_group(place)
             raise ZapexError(
                 f"Ray had no room for replay and learner within {self.table.wait_s} s: {missing}"
             )
         strategies = import_module("ray.util.scheduling_strategies")
-        for bundle, (group, index) in enumerate(self._placed()):
+        placed = [(group, index) for group in self._first for index in range(group.hosts)]
+        for bundle, (group, index) in enumerate(placed):
             within = strategies.PlacementGroupSchedulingStrategy(place, bundle)
             self._create(group, index, scheduling_strategy=within)
-        actors = self.placement.groups[-1]
+        actors = self.placement.group("actor")
         for index in range(actors.hosts):
             self._create(actors, index)
         self._serve()
         return {"address": self.table.address}
+
+    @property
+    def _first(self) -> list[Group]:
+        """The groups in the placement group: replay and learner."""
+        return [group for group in self.placement.groups.values() if group.name != "actor"]
 
     def _place(self) -> dict[str, Any]:
         """The placement group."""
@@ -88,26 +98,14 @@ class Ray:
             "name": self.placement.name,
             "strategy": "PACK",
             "lifetime": "detached",
-            "bundles": [self._bundle(group) for group, _ in self._placed()],
+            "bundles": [_bundle(group) for group in self._first for _ in range(group.hosts)],
         }
-
-    def _placed(self) -> list[tuple[Group, int]]:
-        """The hosts in the placement group: replays and learner."""
-        return [(group, i) for group in self.placement.groups[:-1] for i in range(group.hosts)]
-
-    def _bundle(self, group: Group) -> dict[str, float]:
-        asked = {"CPU": group.cores, "memory": group.memory_gb << 30, "GPU": group.gpus}
-        return {what: n for what, n in asked.items() if n}
-
-    def _options(self, group: Group) -> dict[str, Any]:
-        asked = {"num_cpus": group.cores, "num_gpus": group.gpus, "memory": group.memory_gb << 30}
-        return {**asked, "max_restarts": -1, "max_task_retries": 0, "lifetime": "detached"}
 
     def _name(self, role: str, index: int) -> str:
         return f"{self.placement.name}/{role}/{index}"
 
     def _create(self, group: Group, index: int, **more: Any) -> None:
-        options = {**self._options(group), **more, "name": self._name(group.name, index)}
+        options = {**_options(group), **more, "name": self._name(group.name, index)}
         self.ray.remote(RayHost).options(**options).remote(group.name, index)
 
     def _hosts(self) -> Iterator[tuple[str, int, Any]]:
@@ -118,10 +116,10 @@ class Ray:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     yield role, int(index), self.ray.get_actor(name)
 
-    def _answer(self, reference: Any) -> Any:
+    def _answer(self, reference: Any, timeout_s: float = _ANSWER_S) -> Any:
         """A host's answer; None while Ray starts it, or starts it again."""
         try:
-            return self.ray.get(reference, timeout=_ANSWER_S)
+            return self.ray.get(reference, timeout=timeout_s)
         except (self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError):
             return None
 
@@ -143,18 +141,19 @@ class Ray:
         """What a host needs, keys included; only the process that made `public` can read it."""
         from nacl.public import PublicKey, SealedBox
 
-        keys = self.placement.directory / KEYS
+        keys = self.directory / KEYS
         names = f"{KEY_OF[role]}.key", "public.json"
+        placement = dataclasses.replace(self.placement, runs=str(self.directory))
         needed = {
-            "settings": self.placement.settings,
-            "facts": self.placement.facts(runs=str(self.placement.directory)),
+            "settings": self.settings,
+            "facts": dataclasses.asdict(placement),
             "keys": {name: (keys / name).read_text(encoding="utf-8") for name in names},
         }
         return bytes(SealedBox(PublicKey(public)).encrypt(json.dumps(needed).encode()))
 
-    def watch(self, ids: Mapping[str, Any]) -> int:
+    def watch(self) -> int:
         """Serve the hosts until the run is over, or Ctrl-C. Returns the exit code."""
-        grow_s, began_s = 0.0, time.monotonic()
+        grow_s, began_s, name = 0.0, time.monotonic(), self.placement.name
         try:
             while True:
                 states = self._serve()
@@ -162,38 +161,37 @@ class Ray:
                     if state is None or state["code"] is None:
                         continue
                     if state["code"]:
-                        print(f"{role} {index} has ended: zapex logs {role} {self.placement.name}")
+                        print(f"{role} {index} has ended: zapex logs {role} {name}")
                         return 1
-                    if state["ends"]:
+                    if role == self.placement.ends:
                         print("the run is over", flush=True)
-                        self.stop(ids, _ANSWER_S)
+                        self.stop(_ANSWER_S)
                         return 0
                 if not states and time.monotonic() - began_s > _GROW_S:
                     raise ZapexError(
-                        f"Ray has no hosts of {self.placement.name}: the run was stopped, or Ray's "
-                        "head was lost, and with it all of Ray's nodes; launch the run again (the "
-                        "learner's directory has its checkpoints)"
+                        f"Ray has no hosts of {name}: the run was stopped, or Ray's head was lost, "
+                        "and with it all of Ray's nodes; launch the run again (the learner's "
+                        "directory has its checkpoints)"
                     )
                 if time.monotonic() >= grow_s:
                     grow_s = time.monotonic() + _GROW_S
                     self._grow(states)
                 time.sleep(_LOOK_S)
         except KeyboardInterrupt:
-            name = self.placement.name
             print(f"the run continues; to watch it again: zapex launch --attach {name}")
             return 0
 
     def _grow(self, states: list[tuple[str, int, Any]]) -> None:
         """Add one actor host if the cluster has room. (Ray itself restarts those that are lost.)"""
-        actors = self.placement.groups[-1]
+        actors = self.placement.group("actor")
         there = {index: state for role, index, state in states if role == actors.name}
         free = self.ray.available_resources()
-        fits = all(free.get(what, 0) >= n for what, n in self._bundle(actors).items())
+        fits = all(free.get(what, 0) >= n for what, n in _bundle(actors).items())
         if fits and all(there.values()) and len(there) < self.table.most_hosts:
             index = next(i for i in range(self.table.most_hosts) if i not in there)
             self._create(actors, index)
 
-    def states(self, ids: Mapping[str, Any]) -> list[Host]:
+    def states(self) -> list[Host]:
         """Every Ray actor of the run; running hosts get what they need."""
         hosts = []
         for role, index, state in self._serve():
@@ -211,30 +209,25 @@ class Ray:
         return f"{group.name} asks for " + ", ".join(
             f"{_shown(what, n)} (Ray has {_shown(what, total.get(what, 0))}, "
             f"{_shown(what, free.get(what, 0))} free)"
-            for what, n in self._bundle(group).items()
+            for what, n in _bundle(group).items()
         )
 
-    def log(self, ids: Mapping[str, Any], role: str, lines: int) -> str:
+    def log(self, role: str, lines: int = 50) -> str:
         """The last lines of each host of the role."""
+        self.placement.group(role)
         return "\n".join(
             f"--- {role} {index}\n{self._answer(host.tail.remote(lines)) or '(no answer)'}"
             for found, index, host in self._hosts()
             if found == role
         )
 
-    def stop(self, ids: Mapping[str, Any], grace_s: float) -> None:
+    def _stop(self, grace_s: float) -> None:
         """End the learner, which saves first, then the others; remove the run from Ray."""
         hosts = list(self._hosts())
-        ends = self.placement.learner.name
         for first in (True, False):
-            stopping = [
-                host.stop.remote(grace_s) for role, _, host in hosts if (role == ends) == first
-            ]
-            for reference in stopping:
-                with contextlib.suppress(
-                    self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError
-                ):
-                    self.ray.get(reference, timeout=grace_s + _ANSWER_S)
+            roles = [host for role, _, host in hosts if (role == self.placement.ends) == first]
+            for reference in [host.stop.remote(grace_s) for host in roles]:
+                self._answer(reference, grace_s + _ANSWER_S)
         for _, _, host in hosts:
             self.ray.kill(host)
         util = self.ray.util
@@ -255,24 +248,26 @@ class RayHost:
 
         self.role, self.index = role, index
         self._private = PrivateKey.generate()
-        self._home: Path | None = None
+        self._home = Path(tempfile.mkdtemp(prefix="zapex-"))  # its mode is 0700
+        self._log = self._home / "logs" / f"{role}-{index}.log"
         self._child: subprocess.Popen[bytes] | None = None
-        self._facts: dict[str, Any] = {}
+        self._shards = 1
 
     def start(self, sealed: bytes) -> None:
-        """Write settings and keys into a directory of mode 0700, and start the host."""
+        """Write settings and keys, and start the host."""
         from nacl.public import SealedBox
 
         if self._child is not None:
             return
         given = json.loads(SealedBox(self._private).decrypt(sealed))
-        home = Path(tempfile.mkdtemp(prefix="zapex-"))  # its mode is 0700
-        (home / KEYS).mkdir(mode=0o700)
         facts = given["facts"] | {"advertise": _own_address()}
-        replace_whole(home / SETTINGS, [given["settings"].encode()])
-        replace_whole(home / FACTS, [json.dumps(facts).encode()])
+        self._shards = facts["shards"]
+        replace_whole(self._home / SETTINGS, [given["settings"].encode()])
+        replace_whole(self._home / FACTS, [json.dumps(facts).encode()])
+        (self._home / KEYS).mkdir(mode=0o700)
         for name, text in given["keys"].items():
-            descriptor = os.open(home / KEYS / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            path = self._home / KEYS / name
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
         logs = Path(facts["runs"]) / "logs"
@@ -280,54 +275,41 @@ class RayHost:
         # The child dies with this thread, which is the main one: Ray runs a plain actor there.
         with (logs / f"{self.role}-{self.index}.host").open("ab") as output:
             self._child = subprocess.Popen(
-                [*host_words(home, self.role), str(self.index)],
+                [*host_words(self._home, self.role), str(self.index)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             )
-        self._home, self._facts = home, facts
 
     def replay_is_at(self, url: str) -> None:
         """The replay's address, or those of all shards with commas; may change."""
-        if self._home is not None:
-            for shard, one in enumerate(url.split(",")):
-                replace_whole(self._home / url_name(shard), [f"{one}\n".encode()])
+        for shard, one in enumerate(url.split(",")):
+            publish(self._home, shard, one)
 
     def poll(self) -> dict[str, Any]:
         """This host's state. code: the exit code of a child that has ended, else None."""
+        own = self.role == "replay"  # of the replay's addresses a shard knows its own
         return {
             "state": "working" if self._child is not None else _NO_KEYS,
             "public": bytes(self._private.public_key),
             "code": self._child.poll() if self._child is not None else None,
-            "ends": self._facts.get("ends") == self.role,
-            "url": self._url(),
+            "url": published(self._home, 1, self.index)
+            if own
+            else published(self._home, self._shards),
             "node": _own_address(),
         }
-
-    def _url(self) -> str:
-        if self._home is None:
-            return ""
-        if self.role != "replay":
-            return published(self._home, self._facts)
-        try:
-            return read_text(self._home / url_name(self.index)).strip()
-        except ConfigError:
-            return ""
 
     def tail(self, lines: int) -> str:
         """The last lines that the command printed."""
         try:
-            log = (self._home or Path()) / "logs" / f"{self.role}-{self.index}.log"
-            with log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            return tail(self._log, lines)
         except OSError:
             return "(it has not printed anything)"
 
     def stop(self, grace_s: float) -> None:
         """End the child with SIGTERM, or with SIGKILL after `grace_s`."""
-        if self._child is not None and self._home is not None:
+        if self._child is not None:
             replace_whole(self._home / OVER, [b"stopped\n"])
             self._child.send_signal(signal.SIGTERM)
             try:
@@ -335,7 +317,7 @@ class RayHost:
             except subprocess.TimeoutExpired:
                 self._child.kill()
                 self._child.wait(grace_s)
-            shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self._home, ignore_errors=True)
 
 
 def _connected(address: str) -> Any:
@@ -361,6 +343,16 @@ def _connected(address: str) -> Any:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"[ray] address {address}: {error}") from None
     return ray
+
+
+def _bundle(group: Group) -> dict[str, float]:
+    asked = {"CPU": group.cores, "memory": group.memory_gb << 30, "GPU": group.gpus}
+    return {what: n for what, n in asked.items() if n}
+
+
+def _options(group: Group) -> dict[str, Any]:
+    asked = {"num_cpus": group.cores, "num_gpus": group.gpus, "memory": group.memory_gb << 30}
+    return {**asked, "max_restarts": -1, "max_task_retries": 0, "lifetime": "detached"}
 
 
 def _own_address() -> str:

@@ -9,12 +9,12 @@ import contextlib
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from zapex.clusters.placement import Group, Host, Placement, host_words, tool
+from zapex.clusters.host import FACTS, Group, host_words, tail
+from zapex.clusters.placement import Host, Launched, tool
 from zapex.errors import ConfigError, ZapexError
-from zapex.machine.reading import open_regular
 
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"}
 _RUNNING = {"RUNNING", "COMPLETING"}
@@ -22,17 +22,13 @@ _POLL_S = 1.0
 _TIME = "%Y-%m-%dT%H:%M:%S"
 
 
-class Slurm:
-    """The jobs of one placement; see Scheduler."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement, self.table = placement, placement.table
+class Slurm(Launched):
+    """The jobs of one placement."""
 
     def script(self, group: Group) -> str:
         """The batch script of a group's jobs. Raises ConfigError for options of a wrong form."""
-        where = self.placement.directory
         is_array = group.name == "actor" or group.hosts > 1
-        logs = str(where / "logs").replace("%", "%%")  # sbatch replaces %a and others in paths
+        logs = str(self.directory / "logs").replace("%", "%%")  # sbatch replaces %a and others
         options = [
             f"--job-name=zapex-{self.placement.name}-{group.name}",
             f"--output={logs}/{group.name}-{'%a' if is_array else 0}.job",
@@ -48,7 +44,7 @@ class Slurm:
             f"--signal=B:USR1@{self.table.signal_s}",
             *_options(self.table.options, group.options),
         ]
-        host = shlex.join(host_words(where, group.name))
+        host = shlex.join(host_words(self.directory, group.name))
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {sbatch_word(option)}" for option in options),
@@ -62,9 +58,12 @@ class Slurm:
     def text(self) -> str:
         """Every script, as sbatch gets it, checked by `bash -n`."""
         scripts = []
-        for group in self.placement.groups:
+        for group in self.placement.groups.values():
             script = self.script(group)
-            _check_syntax(script)
+            try:
+                tool("bash", "-n", given=script)
+            except ZapexError as error:
+                raise ConfigError(f"[slurm] setup is not a valid shell script: {error}") from None
             scripts.append(f"# sbatch --parsable, from standard input: {group.name}\n{script}")
         return "\n".join(scripts)
 
@@ -72,22 +71,30 @@ class Slurm:
         """sbatch for each group; if one is refused, the earlier ones are cancelled."""
         jobs: dict[str, str] = {}
         try:
-            for group in self.placement.groups:
+            for group in self.placement.groups.values():
                 said = tool("sbatch", "--parsable", given=self.script(group))
                 jobs[group.name] = said.strip().partition(";")[0]
         except ZapexError:
             if jobs:
                 tool("scancel", *jobs.values())
             raise
-        return {"jobs": jobs}
+        return jobs
 
-    def states(self, ids: Mapping[str, Any]) -> list[Host]:
+    @property
+    def jobs(self) -> dict[str, str]:
+        """Job number -> role. Raises ConfigError for what is no number, but may be an option."""
+        wrong = [job for job in self.placement.ids.values() if not re.fullmatch(r"\d+", str(job))]
+        if wrong:
+            raise ConfigError(f"{self.directory / FACTS}: a job's id is a number, got {wrong[0]!r}")
+        return {job: role for role, job in self.placement.ids.items()}
+
+    def states(self) -> list[Host]:
         """From squeue (waiting, running and recent jobs), and sacct for older ones."""
-        roles = {job: role for role, job in ids["jobs"].items()}
-        rows = _queue(roles)
-        gone = roles.keys() - {_job(row[0]) for row in rows}
+        jobs = self.jobs
+        rows = _queue(jobs)
+        gone = jobs.keys() - {_job(row[0]) for row in rows}
         rows += _accounted(gone) if gone else []
-        hosts = [self._host(roles[_job(row[0])], *row) for row in rows if _job(row[0]) in roles]
+        hosts = [self._host(jobs[_job(row[0])], *row) for row in rows if _job(row[0]) in jobs]
         return sorted(hosts, key=lambda host: (host.role, host.index))
 
     def _host(
@@ -103,29 +110,30 @@ class Slurm:
         asked = f"it asks for {group.cores} cores, {group.memory_gb} GiB"
         asked += f", {group.gpus} GPUs" if group.gpus else ""
         known = "not given yet" if reason in ("", "None") else reason
-        why = f"SLURM's reason is {known}; {asked}"
-        return Host(role, number, "pending", where, why, _age_s(submitted))
+        age_s = 0.0
+        with contextlib.suppress(ValueError):
+            age_s = max(0.0, time.time() - time.mktime(time.strptime(submitted, _TIME)))
+        return Host(role, number, "pending", where, f"SLURM's reason is {known}; {asked}", age_s)
 
-    def log(self, ids: Mapping[str, Any], role: str, lines: int) -> str:
-        """The files that the jobs write."""
+    def log(self, role: str, lines: int = 50) -> str:
+        """The ends of the files that the jobs write."""
+        self.placement.group(role)
         texts = []
-        for path in sorted((self.placement.directory / "logs").glob(f"{role}-*")):
-            with open_regular(path) as file:
-                tail = file.read().decode(errors="replace").splitlines()[-lines:]
-            texts.append("\n".join([f"--- {path}", *tail]))
+        for path in sorted((self.directory / "logs").glob(f"{role}-*")):
+            with contextlib.suppress(OSError):
+                texts.append(f"--- {path}\n{tail(path, lines)}")
         return "\n".join(texts)
 
-    def stop(self, ids: Mapping[str, Any], grace_s: float) -> None:
+    def _stop(self, grace_s: float) -> None:
         """Cancel pending jobs, let running ones save and end, and cancel the rest."""
-        jobs = list(ids["jobs"].values())
-        _scancel("--state=PENDING", *jobs)
-        _scancel("--batch", "--signal=TERM", *jobs)
+        _scancel("--state=PENDING", *self.jobs)
+        _scancel("--batch", "--signal=TERM", *self.jobs)
         deadline_s = time.monotonic() + grace_s
         while time.monotonic() < deadline_s:
-            if all(host.state == "over" for host in self.states(ids)):
+            if all(host.state == "over" for host in self.states()):
                 return
             time.sleep(_POLL_S)
-        _scancel(*jobs)
+        _scancel(*self.jobs)
 
 
 def sbatch_word(text: str) -> str:
@@ -151,13 +159,6 @@ def _options(*texts: str) -> list[str]:
     if wrong is not None:
         raise ConfigError(f"[slurm] options must be like --name or --name=value, got {wrong!r}")
     return words
-
-
-def _check_syntax(script: str) -> None:
-    try:
-        tool("bash", "-n", given=script)
-    except ZapexError as error:
-        raise ConfigError(f"[slurm] setup is not a valid shell script: {error}") from None
 
 
 def _job(name: str) -> str:
@@ -188,13 +189,6 @@ def _accounted(jobs: Iterable[str]) -> list[list[str]]:
     known = {_job(row[0]) for row in rows}
     lost = "GONE from SLURM's memory; its log may say how it ended"
     return rows + [[job, lost, "", "", ""] for job in jobs if job not in known]
-
-
-def _age_s(submitted: str) -> float:
-    try:
-        return max(0.0, time.time() - time.mktime(time.strptime(submitted, _TIME)))
-    except ValueError:
-        return 0.0
 
 
 def _scancel(*words: str) -> None:

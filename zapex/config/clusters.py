@@ -11,14 +11,16 @@ from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
 
 
-class _Table(SettingsGroup):
+class Table(SettingsGroup):
+    """Settings that are no flags: a table of a settings file, or what launch.json stores."""
+
     @staticmethod
     def label(name: str) -> str:  # not a flag
         return name
 
 
 @dataclass(frozen=True)
-class HostTable(_Table):
+class HostTable(Table):
     """What each host of a role needs."""
 
     cores: int = setting(2, low=1)
@@ -42,7 +44,7 @@ class ActorTable(HostTable):
 
 
 @dataclass(frozen=True)
-class ClusterTable(_Table):
+class ClusterTable(Table):
     """What all schedulers need."""
 
     replay: HostTable = field(default_factory=HostTable)
@@ -124,6 +126,7 @@ def check(tables: Mapping[str, Any]) -> None:
 
 
 def _made(kind: type[Any], table: Any, where: str) -> Any:
+    """A dataclass from a table of its fields. Raises ConfigError, which names `where`."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table, got {table!r}")
     hints, values = typing.get_type_hints(kind), {}

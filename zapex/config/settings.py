@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, Self
@@ -241,6 +241,8 @@ class RunConfig(SettingsGroup):
     """Run everything in one process and one thread; bit-for-bit repeatable from the seed."""
     plain: bool = setting(False, local=True)
     """Print plain lines instead of the live terminal view."""
+    quiet: bool = setting(False, invocation=True)
+    """Print only warnings and errors."""
     track: bool = setting(False, local=True)
     """Also log to Weights & Biases; needs pip install "zapex[wandb]"."""
     wandb_project_name: str = setting("zapex", local=True)
@@ -362,10 +364,10 @@ class Config:
         """
         return cls().replace(**flatten(tables))
 
-    def to_toml(self) -> str:
+    def to_toml(self, without: Collection[str] = ()) -> str:
         """The text of `config.toml`; `from_dict(tomllib.loads(text))` gives the same settings.
 
-        Settings of one invocation (`run_dir`, `resume`) are left out.
+        Settings of one invocation (`run_dir`, `resume`) are left out, and those of `without`.
         """
         lines = []
         for section, table in self.to_dict().items():
@@ -373,7 +375,7 @@ class Config:
             lines.extend(
                 f"{key} = {toml_value(value, key)}"
                 for key, value in table.items()
-                if not FIELDS[key][1].metadata.get("invocation", False)
+                if not FIELDS[key][1].metadata.get("invocation", False) and key not in without
             )
             lines.append("")
         return "\n".join(lines)

@@ -66,6 +66,7 @@ class EnvironmentSpec:
         parts: the keys of a Dict observation; they are flattened, one after the other.
         first_action: the environment's number of action 0.
         wrappers: around the environment, as module:Class, the innermost first.
+        films: whether it can be filmed (render mode rgb_array).
     """
 
     env_id: str
@@ -83,6 +84,7 @@ class EnvironmentSpec:
     parts: tuple[Part, ...] = ()
     first_action: int = 0
     wrappers: tuple[str, ...] = ()
+    films: bool = True
 
     def __post_init__(self) -> None:
         # JSON has no tuples; EnvironmentSpec(**json.loads(...)) is the spec that was dumped.
@@ -364,6 +366,7 @@ def _check_spaces(
         parts=seen.parts,
         first_action=int(actions.start),
         wrappers=tuple(wrappers),
+        films="rgb_array" in env.metadata.get("render_modes", ()),
     )
 
 

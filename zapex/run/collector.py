@@ -104,7 +104,9 @@ class Collector:
             host.ring(name).consumer() if name in plan.rings else None
             for name in ("evaluations", "notices")
         )
-        view = open_view(run.config.run.plain or (caller is not None and caller.plain))
+        self._origin = recorders.origin()
+        plain = run.config.run.plain or (caller is not None and caller.plain)
+        view = open_view(plain, quiet=run.config.run.quiet)
         self._live = isinstance(view, LivePicture)
         written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
         settings = run.config.shared(replays=run.part.holds_replay)
@@ -143,8 +145,7 @@ class Collector:
             environment=spec.env_id,
             preset=config.run.preset,
             part=f"{membership.part} {where} {urls}" if membership is not None else "",
-            own_code=":" in config.learner.network + config.learner.loss
-            or bool(config.env.wrapper),
+            films=spec.films,
             resume=shlex.join([*run.command, "--resume", str(run.run_dir)]),
             run_dir=run.run_dir,
             streams=config.streams if "actor" in run.part.roles else run.streams,
@@ -290,24 +291,28 @@ class Collector:
         if any(self._unsaved.values()) or self.monitor.unwritten:
             self.end(reason, failed=True)
         try:
-            recorders.write_result(run_dir, snapshot, reason, seed=run.seed, startup=self._firsts)
+            more = {"seed": run.seed, "startup": self._firsts, **self._origin}
+            recorders.write_result(run_dir, snapshot, reason, **more)
         except OSError as error:
             self._not_written(recorders.RESULT_FILE, error)
         if not self.run.part.learns:
-            print_lines(summary_of_part(snapshot, reason), run.plain)
+            if not run.quiet:
+                print_lines(summary_of_part(snapshot, reason), run.plain)
             return self.ending
         picture = None
         try:
             title = f"{spec.env_id}, preset {run.preset}, seed {run.seed}"
             picture = draw_run(run_dir, references=spec.references, title=title)
         except ConfigError as error:  # no matplotlib, or no game ended yet
-            print(f"no learning curve: {error}")
+            if not run.quiet:
+                print(f"no learning curve: {error}")
         except OSError as error:
             self._not_written("the learning curve", error)
         saved = checkpoints.latest(run_dir) is not None
         code = self._unsaved.get("learner", 0)
         unsaved = code and f"what was learned last: {why_not_written(code, run_dir)}"
-        print_lines(summary(snapshot, reason, picture, saved, unsaved or ""), run.plain)
+        if not run.quiet:
+            print_lines(summary(snapshot, reason, picture, saved, unsaved or ""), run.plain)
         return self.ending
 
     def _not_written(self, what: str, error: OSError) -> None:

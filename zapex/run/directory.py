@@ -37,7 +37,7 @@ def opened(run: Run) -> Iterator[tuple[Run, dict[str, float]]]:
         path, text = run_dir / "config.toml", run.config.to_toml().encode()
         if not resumed or path.read_bytes() != text:
             replace_whole(path, [text])
-        if base:
+        if base and not run.config.run.quiet:
             print(_where(run, base))
         yield replace(run, steps_before=int(base.get("steps", 0))), base
 

@@ -9,10 +9,14 @@ import json
 import math
 import os
 import platform
+import shlex
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -179,6 +183,20 @@ class ForWatchers:
             return 0
 
 
+def origin() -> dict[str, Any]:
+    """What made a run, for `write_result`: command line, commit of this directory, versions."""
+    words = ["git", "rev-parse", "HEAD"]
+    commit = None
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or no repository
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
+        commit = done.stdout.strip()
+    versions = {"python": platform.python_version(), "zapex": __version__}
+    for package in ("numpy", "numba", "torch", "gymnasium", "ale-py"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {"command": shlex.join(sys.argv), "commit": commit, "versions": versions}
+
+
 def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) -> dict[str, Any]:
     """Write result.json, the run in one object, and return it.
 
@@ -216,8 +234,6 @@ def write_result(run_dir: Path, snapshot: Snapshot, reason: str, **more: Any) ->
         },
         "shares_of_time": {view.role: view.phases_total for view in snapshot.roles},
         "cores": facts.cores,
-        "python": platform.python_version(),
-        "zapex": __version__,
         **more,
     }
     _write_json(run_dir / RESULT_FILE, result)

@@ -32,7 +32,7 @@ class RunFacts:
         environment, preset: as the title shows them.
         part: which part of a run on several hosts this host runs, as text; "": all.
         resume: the command that continues this run.
-        own_code: whether a wrapper, the network or the loss is the user's code.
+        films: whether the environment can be filmed.
         cores: how many the run may use.
         streams: environment streams of all actors together; an actor has `envs_per_actor` of them.
         greedy_stream: number of the stream with the lowest epsilon, the headline.
@@ -49,7 +49,7 @@ class RunFacts:
     preset: str = ""
     part: str = ""
     resume: str = ""
-    own_code: bool = False
+    films: bool = True
     run_dir: Path | None = None
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     streams: int = 1

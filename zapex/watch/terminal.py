@@ -390,8 +390,20 @@ def _crop(line: Line, width: int) -> Line:
 # Views
 
 
-def open_view(plain: bool = False, stream: TextIO | None = None) -> View:
+class NoView:
+    """Shows nothing."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def open_view(plain: bool = False, stream: TextIO | None = None, quiet: bool = False) -> View:
     """The picture if `stream` (standard output) is a terminal that can show it, else lines."""
+    if quiet:
+        return NoView()
     stream = stream or sys.stdout
     return LivePicture(stream) if not plain and shows_pictures(stream) else PlainLines(stream)
 
@@ -542,19 +554,13 @@ def summary(
     if curve is not None:
         lines.append(_line("curve", str(curve)))
     if saved:
-        # A module that only the stored run names would not be run without a question.
-        module = ":" in facts.environment
-        trust = f" --env {shlex.quote(facts.environment)}" if module else ""
-        trust = " --trust" if facts.own_code else trust
-        play = f"zapex eval {quoted} --episodes 5 --video game.mp4{trust}"
-        lines += [_line("watch", play, _COMMAND), _line("resume", facts.resume + trust, _COMMAND)]
+        play = f"zapex eval {quoted} --episodes 5" + (" --video game.mp4" if facts.films else "")
+        lines += [_line("watch", play, _COMMAND), _line("resume", facts.resume, _COMMAND)]
     elif not unsaved:
         lines.append(_line("", "it ended before there was anything to save"))
     if unsaved:
         lines.append(_line("not saved", unsaved, _BAD))
-    # With a name; TensorBoard calls the run of a plain --logdir ".".
-    named = shlex.quote(f"{run.absolute().name}:{run}")
-    return [*lines, _line("inspect", f"tensorboard --logdir_spec {named}", _COMMAND)]
+    return [*lines, _line("inspect", f"tensorboard --logdir {quoted}", _COMMAND)]
 
 
 def summary_of_part(snapshot: Snapshot, reason: str) -> list[Line]:
