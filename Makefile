@@ -137,7 +137,7 @@ bench: $(STAMP)
 	@$(BIN)/zapex bench $(NAME) $(ARGS)
 
 learning: $(STAMP)
-	@$(BIN)/python -m benchmarks.learning.learning $(ARGS)
+	@$(BIN)/python -m benchmarks.learning $(ARGS)
 
 reproduce: $(STAMP)
 	@$(BIN)/python -m benchmarks.reproduce $(if $(QUICK),--quick) $(ARGS)

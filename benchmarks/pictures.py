@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.learning import scores
+from benchmarks import learning
 
 
 def draw(load: Callable[[str], Any], folder: Path) -> None:
@@ -15,7 +15,7 @@ def draw(load: Callable[[str], Any], folder: Path) -> None:
     parts = [load(name)["results"] for name in ("scale", "scale_restarts", "scale_crowds")]
     scale({k: v for part in parts for k, v in part.items()}).savefig(folder / "scale.png", dpi=120)
     transport(load("transport")["results"]["sizes"]).savefig(folder / "transport.png", dpi=120)
-    scores.plot(load("learning")["results"]).savefig(folder / "learning.png", dpi=120)
+    learning.plot(load("learning")["results"]).savefig(folder / "learning.png", dpi=120)
 
 
 def sumtree(cells: list[dict[str, Any]]) -> Figure:

@@ -1,1 +1,0 @@
-"""Learning as evidence: many seeds and games, ablations, another library at equal time."""
