@@ -42,7 +42,9 @@ class ZapexBuffer(BaseBuffer):
         **_: Any,
     ) -> None:
         super().__init__(buffer_size, observation_space, action_space, device, n_envs)
-        schema = Schema.from_spaces(observation_space, action_space, 1, gamma, stack=stack)
+        schema = Schema.from_spaces(
+            observation_space, action_space, n_step=1, gamma=gamma, stack=stack
+        )
         self.replay = PrioritizedReplay(buffer_size, schema, seed=seed)
         self.beta = beta
 

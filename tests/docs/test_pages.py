@@ -57,6 +57,18 @@ def test_the_page_of_metrics_names_every_metric_and_no_other(tmp_path: Path) -> 
     assert literal <= metrics | table | {"eval/episodic_return"}
 
 
+def test_where_extend_is_used_the_schema_names_its_n_step() -> None:
+    """Rows of one step in a schema of the default's three would get the discount of three."""
+    examples = [path.read_text() for path in ROOT.glob("examples/*.py")]
+    sections = [part for page in DOCS.glob("*.md") for part in page.read_text().split("\n## ")]
+    using = [
+        text for text in examples + sections if re.search(r"(replay|offline|rb)\.extend\(", text)
+    ]
+    assert len(using) > 4
+    for text in using:
+        assert re.search(r"n_step=", text), text[:60]
+
+
 def test_every_diagram_is_drawn_as_it_is_written() -> None:
     from docs.site.diagrams import blocks, picture
 
