@@ -13,14 +13,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from tests.fuzz import mutation
-from tests.support.zmtp_peers import (
-    LIMITS,
-    ROUTER,
-    Client,
-    drain,
-    feed,
-    pair_of_keys,
-)
+from tests.support.zmtp_peers import LIMITS, ROUTER, drain, feed, pair_of_keys
 from zapex.fstack.curve import CurveServer
 from zapex.fstack.zmtp import Connection, Null
 
@@ -111,7 +104,7 @@ def dealer_of_libzmq(context, listener, mechanism, key=CLIENT, server_key=SERVER
 
 
 def accepted(listener, mechanism, **options):
-    return Wire(listener.accept()[0], Client(server_end(mechanism, **options), LIMITS))
+    return Wire(listener.accept()[0], Connection(server_end(mechanism, **options), LIMITS))
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -137,29 +130,6 @@ def test_messages_of_8_mib_pass_in_both_directions(context, listener, mechanism)
     assert wire.messages == [[b"head", body]]
     wire.send(body, b"tail")
     assert dealer.recv_multipart() == [body, b"tail"]
-
-
-def test_the_identity_of_a_dealer_of_libzmq_is_known(context, listener):
-    dealer = dealer_of_libzmq(context, listener, "NULL", routing_id=b"its name")
-    wire = accepted(listener, "NULL")
-    wire.until(lambda: wire.connection.ready)
-    assert wire.connection.mechanism.identity == b"its name"
-    dealer.close()
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_heartbeats_of_libzmq_are_answered(context, listener, mechanism):
-    options = {"heartbeat_ivl": 20, "heartbeat_timeout": 200, "heartbeat_ttl": 3000}
-    dealer = dealer_of_libzmq(context, listener, mechanism, **options)
-    wire = accepted(listener, mechanism)
-    wire.until(lambda: wire.connection.ttl_s == 3.0)
-    before, until_s = wire.connection.sent_bytes, time.monotonic() + 0.4
-    wire.until(lambda: time.monotonic() > until_s)
-    assert wire.connection.sent_bytes > before
-    assert not wire.closed  # without PONGs libzmq would have closed it by now
-    wire.connection.ping(1.0, b"ours")
-    wire.until(lambda: wire.connection.heard_pong == b"ours")
-    dealer.close()
 
 
 def events_of(socket_):

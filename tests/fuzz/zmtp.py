@@ -61,7 +61,7 @@ class NullBytes:
 
     def __init__(self) -> None:
         said = [zmtp.greeting(b"NULL", False)]
-        said.append(_frame(zmtp.COMMAND, zmtp.command(b"READY", DEALER.properties())))
+        said.append(_frame(zmtp.COMMAND, zmtp.command(b"READY", zmtp.own_properties(DEALER))))
         said.append(_frame(zmtp.COMMAND, zmtp.command(b"PING", b"\0\1context")))
         for message in MESSAGES:
             *first, last = message

@@ -100,6 +100,6 @@ def in_this_process(url: str) -> Setup | None:
 def loop() -> Loop:
     """The loop of this process. DPDK has bound it to one core; clients need the others."""
     cores = os.sched_getaffinity(0)
-    made = loop_of(setup()).join()  # it outlives the listeners of single tests
+    made = loop_of(setup())
     os.sched_setaffinity(0, cores)
     return made

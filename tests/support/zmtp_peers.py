@@ -10,42 +10,31 @@ from functools import cache
 from typing import Any
 
 from zapex.errors import BadMessage
-from zapex.fstack.curve import KEY_BYTES, Curve, CurveServer, Random, fields
-from zapex.fstack.zmtp import Connection, Limits, Local, Message, Null, command
+from zapex.fstack.curve import KEY_BYTES, CurveServer, Random, fields
+from zapex.fstack.zmtp import (
+    Connection,
+    Limits,
+    Message,
+    Null,
+    check_peer,
+    command,
+    own_properties,
+)
 
 LIMITS = Limits(frame_bytes=1 << 24, frames=20)
-ROUTER, DEALER = Local(b"ROUTER"), Local(b"DEALER", b"me")
+ROUTER, DEALER = b"ROUTER", b"DEALER"
 
 
-class Client(Connection):
-    """A client's end. It can ask for a PONG. heard_pong: the context of the last one."""
-
-    heard_pong: bytes | None = None
-
-    def ping(self, ttl_s: float, context: bytes = b"") -> None:
-        """Ask for a PONG. The server may close the connection ttl_s after the last bytes."""
-        self._send_command(command(b"PING", round(10 * ttl_s).to_bytes(2, "big") + context))
-
-    def _take_command(self, name: bytes, data: bytes) -> None:
-        if name == b"PONG":
-            self.heard_pong = data
-        super()._take_command(name, data)
-
-
-class CurveClient(Curve):
+class CurveClient(CurveServer):
     """A client of CurveServer: the end that knows the server's public key."""
 
     sent_as, heard_as = b"CurveZMQMESSAGEC", b"CurveZMQMESSAGES"
 
     def __init__(
-        self,
-        local: Local,
-        public: bytes,
-        secret: bytes,
-        server: bytes,
+        self, socket_type: bytes, public: bytes, secret: bytes, server: bytes,
         random: Random = os.urandom,
-    ) -> None:
-        super().__init__(local, public, secret, random)
+    ) -> None:  # fmt: skip
+        super().__init__(socket_type, public, secret, lambda key: None, random)
         self._server = server
         self._next = b"WELCOME"
 
@@ -66,7 +55,7 @@ class CurveClient(Curve):
             return [self._initiate(data)]
         nonce, box = fields("READY", data, 8)
         plain = self._unbox(b"CurveZMQREADY---", nonce, box, "READY")
-        self.identity = self._local.identity_in(plain)
+        check_peer(self._socket_type, plain)
         self.done = True
         return []
 
@@ -88,7 +77,8 @@ class CurveClient(Curve):
             self._own_public + self._server, b"VOUCH---" + vouch_nonce, bytes(peer), self._secret
         )
         own, sealed = self._box(
-            b"CurveZMQINITIATE", self._public + vouch_nonce + vouch + self._local.properties()
+            b"CurveZMQINITIATE",
+            self._public + vouch_nonce + vouch + own_properties(self._socket_type),
         )
         return command(b"INITIATE", bytes(cookie) + own + sealed)
 
@@ -102,21 +92,23 @@ def pair_of_keys(number: int) -> tuple[bytes, bytes]:
     return crypto_scalarmult_base(secret), secret
 
 
-def null_ends(limits: Limits = LIMITS, **options: Any) -> tuple[Connection, Client]:
+def null_ends(limits: Limits = LIMITS, **options: Any) -> tuple[Connection, Connection]:
     """A server and a client without keys."""
-    return Connection(Null(ROUTER), limits, **options), Client(Null(DEALER), LIMITS)
+    return Connection(Null(ROUTER), limits, **options), Connection(Null(DEALER), LIMITS)
 
 
 def curve_ends(
     limits: Limits = LIMITS, *, seed: int = 1, server_key: int = 1, **options: Any
-) -> tuple[Connection, Client]:
+) -> tuple[Connection, Connection]:
     """A server and a client with keys; every random byte comes from the seed."""
     draw = random.Random(seed)
     server, client = pair_of_keys(1), pair_of_keys(2)
     users = {client[0]: "learner"}
     return (
         Connection(CurveServer(ROUTER, *server, users.get, draw.randbytes), limits, **options),
-        Client(CurveClient(DEALER, *client, pair_of_keys(server_key)[0], draw.randbytes), LIMITS),
+        Connection(
+            CurveClient(DEALER, *client, pair_of_keys(server_key)[0], draw.randbytes), LIMITS
+        ),
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from zapex.errors import BadMessage, ConfigError
 from zapex.fstack import zmtp
-from zapex.fstack.zmtp import Local
 
 KEY_BYTES = 32
 Random = Callable[[int], bytes]
@@ -53,26 +52,60 @@ def check_installed() -> None:
     _sodium()
 
 
-class Curve:
-    """What both ends share. sent_as, heard_as: the prefixes of the nonces of messages."""
+def fields(command: str, data: bytes, *sizes: int) -> list[memoryview]:
+    """Parts of these sizes, and the rest. Raises BadMessage."""
+    if len(data) < sum(sizes):
+        raise BadMessage(f"the command {command} is too short")
+    found, at = [], 0
+    for size in sizes:
+        found.append(memoryview(data)[at : at + size])
+        at += size
+    return [*found, memoryview(data)[at:]]
 
-    name = b"CURVE"
-    as_server = False
+
+class CurveServer:
+    """The end whose public key the clients know. admit: which clients may connect."""
+
+    name, as_server = b"CURVE", True
     added_bytes = len(_MESSAGE) + 8 + _MAC_BYTES + 1  # and 8 of the nonce, 1 of the flags
-    sent_as = heard_as = b""
+    # The prefixes of the nonces of messages.
+    sent_as, heard_as = b"CurveZMQMESSAGES", b"CurveZMQMESSAGEC"
 
-    def __init__(self, local: Local, public: bytes, secret: bytes, random: Random) -> None:
+    def __init__(
+        self,
+        socket_type: bytes,
+        public: bytes,
+        secret: bytes,
+        admit: Admit,
+        random: Random = os.urandom,
+    ) -> None:
         self._sodium = _sodium()
         calls = import_module("nacl.bindings.crypto_box")  # libsodium as those functions call it
         self._ffi, self._lib = calls.ffi, calls.lib
-        self._local, self._public, self._secret = local, public, secret
-        self._random = random
+        self._socket_type, self._public, self._secret = socket_type, public, secret
+        self._admit, self._random = admit, random
         self._own_secret = random(KEY_BYTES)
         self._own_public = self._sodium.crypto_scalarmult_base(self._own_secret)
+        self._cookie_key = random(KEY_BYTES)
+        self._peer = b""  # C'
         self._shared = b""  # by both keys of this connection
+        self._next = b"HELLO"
         self._sent, self._heard = 0, -1  # nonces
-        self.done, self.refused, self.identity = False, "", b""
+        self.done, self.refused = False, ""
         self.user: str | None = None
+
+    def start(self) -> list[bytes]:
+        """Nothing: the client begins."""
+        return []
+
+    def take(self, name: bytes, data: bytes) -> list[bytes]:
+        """HELLO, then INITIATE."""
+        if name != self._next:
+            raise BadMessage(f"the peer sent {name[:32]!r}, not {self._next.decode()}")
+        if name == b"HELLO":
+            self._next = b"INITIATE"
+            return [self._welcome(data)]
+        return [self._initiate(data)]
 
     def seal(self, flags: int, body: zmtp.Buffer) -> tuple[int, zmtp.Buffer]:
         """A frame as the body of a MESSAGE, which is sent as a frame without flags."""
@@ -144,46 +177,6 @@ class Curve:
         except CryptoError:
             raise BadMessage(_OTHER_KEY.format(what)) from None
 
-
-def fields(command: str, data: bytes, *sizes: int) -> list[memoryview]:
-    """Parts of these sizes, and the rest. Raises BadMessage."""
-    if len(data) < sum(sizes):
-        raise BadMessage(f"the command {command} is too short")
-    found, at = [], 0
-    for size in sizes:
-        found.append(memoryview(data)[at : at + size])
-        at += size
-    return [*found, memoryview(data)[at:]]
-
-
-class CurveServer(Curve):
-    """The end whose public key the clients know. admit: which clients may connect."""
-
-    as_server = True
-    sent_as, heard_as = b"CurveZMQMESSAGES", b"CurveZMQMESSAGEC"
-
-    def __init__(
-        self, local: Local, public: bytes, secret: bytes, admit: Admit, random: Random = os.urandom
-    ) -> None:
-        super().__init__(local, public, secret, random)
-        self._admit = admit
-        self._cookie_key = random(KEY_BYTES)
-        self._peer = b""  # C'
-        self._next = b"HELLO"
-
-    def start(self) -> list[bytes]:
-        """Nothing: the client begins."""
-        return []
-
-    def take(self, name: bytes, data: bytes) -> list[bytes]:
-        """HELLO, then INITIATE."""
-        if name != self._next:
-            raise BadMessage(f"the peer sent {name[:32]!r}, not {self._next.decode()}")
-        if name == b"HELLO":
-            self._next = b"INITIATE"
-            return [self._welcome(data)]
-        return [self._initiate(data)]
-
     def _welcome(self, data: bytes) -> bytes:
         version, _, peer, nonce, box, rest = fields("HELLO", data, 2, 72, KEY_BYTES, 8, 80)
         if version != _VERSION or rest:
@@ -233,7 +226,7 @@ class CurveServer(Curve):
         if self.user is None:
             self.refused = "its key is not admitted"
             return zmtp.command(b"ERROR", zmtp.command(_NOT_ADMITTED))
-        self.identity = self._local.identity_in(bytes(properties))
+        zmtp.check_peer(self._socket_type, bytes(properties))
         self.done = True
-        own, sealed = self._box(b"CurveZMQREADY---", self._local.properties())
+        own, sealed = self._box(b"CurveZMQREADY---", zmtp.own_properties(self._socket_type))
         return zmtp.command(b"READY", own + sealed)

@@ -18,12 +18,12 @@ from zapex.fstack import Setup
 from zapex.fstack.curve import Admit, CurveServer
 from zapex.fstack.loop import FstackReactor, loop_of
 from zapex.fstack.sockets import KernelReactor, Reactor
-from zapex.fstack.zmtp import Buffer, Connection, Limits, Local, Message, Null, Place
+from zapex.fstack.zmtp import Buffer, Connection, Limits, Message, Null, Place
 from zapex.machine.tcp import SEND_BUFFER_BYTES
 
 MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each peer
 HANDSHAKE_S = 10.0
-_LOOK_S = 0.5  # how often connections are checked for silence
+_LOOK_S = 0.5  # how often all connections are checked
 _READS_AT_ONCE = 16
 _EXPECTED_BYTES = 1 << 17  # of a large body, before `poll` tells of more: below a peer's buffer
 _ACCEPTS_AT_ONCE = 64
@@ -54,7 +54,6 @@ class _Peer:
     address: str
     connection: Connection
     began_s: float
-    heard_s: float
     waiting: int = 0  # messages that came and were not received
     waiting_bytes: int = 0
     wants: tuple[bool, bool] = (True, False)  # to read, to write
@@ -236,10 +235,9 @@ class ZmtpListener:
             if accepted is None:
                 return
             self._made += 1
-            now_s = self._clock_s()
             name = self._made.to_bytes(8, "big")
             connection = self._make(partial(self._placed, name))
-            peer = _Peer(name, *accepted, connection, began_s=now_s, heard_s=now_s)
+            peer = _Peer(name, *accepted, connection, began_s=self._clock_s())
             self._by_fd[peer.fd] = self._peers[peer.id] = peer
             self._write(peer)
 
@@ -261,7 +259,6 @@ class ZmtpListener:
             if nbytes == 0:
                 connection.end("the peer has closed the connection")
                 break
-            peer.heard_s = self._clock_s()
             for message in connection.received(nbytes):
                 size = sum(map(len, message))
                 peer.waiting += 1
@@ -307,22 +304,14 @@ class ZmtpListener:
             self._reactor.want(peer.fd, read=wants[0], write=wants[1])
 
     def _look(self, now_s: float) -> None:
-        """Close connections that are silent for too long, and listen again."""
+        """Close connections without a handshake, and those that have failed. Listen again."""
         self._listen(True)
         for peer in list(self._by_fd.values()):
             connection = peer.connection
             if not connection.ready and now_s - peer.began_s > HANDSHAKE_S:
                 connection.end("the handshake takes too long")
-            if self._is_silent(peer, now_s):
-                self._read(peer)  # fewer bytes than were expected may have come
-                if self._is_silent(peer, now_s):
-                    connection.end("the peer is silent for longer than it said")
-            if connection.ended and not peer.closed:
+            if connection.ended:
                 self._close(peer)
-
-    def _is_silent(self, peer: _Peer, now_s: float) -> bool:
-        ttl_s = peer.connection.ttl_s
-        return 0 < ttl_s < now_s - peer.heard_s and not peer.waiting
 
     def _close(self, peer: _Peer) -> None:
         peer.closed = True
@@ -353,7 +342,7 @@ def listen(
 ) -> ZmtpListener:
     """A listener on the kernel's sockets, or, with `setup`, on F-Stack's.
 
-    F-Stack starts in this process, which must have no other; closing the last listener ends it. Its
+    F-Stack starts in this process, which must have no other; and it ends with the process. Its
     packets move only while one of the listener's methods runs, so call one all the time.
 
     Args:
@@ -368,10 +357,9 @@ def listen(
         OSError: the address cannot be used.
         ConfigError: F-Stack or PyNaCl cannot be used.
     """
-    local = Local(b"ROUTER")
 
     def make(place: Place) -> Connection:
-        mechanism = Null(local) if keys is None else CurveServer(local, *keys)
+        mechanism = Null(b"ROUTER") if keys is None else CurveServer(b"ROUTER", *keys)
         return Connection(mechanism, limits, place)
 
     reactor = KernelReactor() if setup is None else FstackReactor(loop_of(setup))

@@ -57,7 +57,6 @@ class Loop:
         self.calls = binding.load(setup.library)
         self._start(setup)
         self._check_kevent()
-        self._users = 0
         self.ended = False
         # Both are C functions: in Python code here a signal's exception would be lost in ctypes.
         self._between_turns = LOOP(getcurrent().switch)  # F-Stack keeps only its address
@@ -101,19 +100,6 @@ class Loop:
     def turn(self) -> None:
         """Let packets move once. Only the thread and greenlet that made the loop may call it."""
         self._turning.switch(0)  # what the function that F-Stack calls returns
-
-    def join(self) -> "Loop":
-        """Register one more user."""
-        self._users += 1
-        return self
-
-    def leave(self) -> None:
-        """Send what this user has queued; the last user ends F-Stack."""
-        self._users -= 1
-        if self._users:
-            self.drain()
-        else:
-            self.stop()
 
     def drain(self) -> None:
         """Send what is queued, which takes a moment."""
@@ -168,7 +154,7 @@ class FstackReactor:
     """
 
     def __init__(self, loop: Loop) -> None:
-        self._loop, self._calls = loop.join(), loop.calls
+        self._loop, self._calls = loop, loop.calls
         self._queue = loop.calls.ff_kqueue()
         self._found = (Kevent * _EVENTS_AT_ONCE)()
         self._wanted: dict[int, set[int]] = {}  # the filters of each socket
@@ -282,8 +268,8 @@ class FstackReactor:
         ]
 
     def close_all(self) -> None:
-        """Close all sockets, let their last bytes go out, and leave the loop."""
+        """Close all sockets, and let their last bytes go out."""
         for fd in list(self._wanted):
             self.close(fd)
         self._calls.ff_close(self._queue)
-        self._loop.leave()
+        self._loop.drain()

@@ -1,6 +1,6 @@
 """ZMTP 3 without sockets: bytes in, messages out, and the reverse (ZeroMQ's RFC 37).
 
-    connection = Connection(Null(Local(b"ROUTER")), Limits(frame_bytes=1 << 20, frames=20))
+    connection = Connection(Null(b"ROUTER"), Limits(frame_bytes=1 << 20, frames=20))
     while not connection.ended:
         nbytes = socket.recv_into(connection.room())
         messages = connection.received(nbytes)
@@ -141,32 +141,18 @@ _MEETS = {  # a socket's type: the types that may connect to it
     b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
     b"DEALER": (b"REP", b"DEALER", b"ROUTER"),
 }
-_MOST_IDENTITY_BYTES = 255
 
 
-@dataclass(frozen=True)
-class Local:
-    """What this end announces. socket_type: b"ROUTER" or b"DEALER"."""
+def own_properties(socket_type: bytes) -> bytes:
+    """The properties that an end with a socket of this type sends."""
+    return properties({b"Socket-Type": socket_type, b"Identity": b""})
 
-    socket_type: bytes
-    identity: bytes = b""
 
-    def properties(self) -> bytes:
-        """The properties that this end sends."""
-        return properties({b"Socket-Type": self.socket_type, b"Identity": self.identity})
-
-    def identity_in(self, data: bytes) -> bytes:
-        """The identity in a peer's properties. Raises BadMessage if the peer does not fit."""
-        found = parse_properties(data)
-        socket_type = found.get(b"socket-type", b"")
-        if socket_type not in _MEETS[self.socket_type]:
-            raise BadMessage(f"a {_text(self.socket_type)} cannot talk to a {_text(socket_type)}")
-        identity = found.get(b"identity", b"")
-        if len(identity) > _MOST_IDENTITY_BYTES:
-            raise BadMessage(
-                f"an identity has {len(identity)} bytes, at most {_MOST_IDENTITY_BYTES} are allowed"
-            )
-        return identity
+def check_peer(socket_type: bytes, data: bytes) -> None:
+    """Raise BadMessage if a peer with these properties may not connect to a socket of this type."""
+    theirs = parse_properties(data).get(b"socket-type", b"")
+    if theirs not in _MEETS[socket_type]:
+        raise BadMessage(f"a {_text(socket_type)} cannot talk to a {_text(theirs)}")
 
 
 def _text(name: bytes) -> str:
@@ -177,7 +163,7 @@ class Mechanism(Protocol):
     """One connection's handshake, and what becomes of its frames afterwards.
 
     added_bytes: what it adds to each frame. done: the handshake is over. refused: why this end
-    refuses the peer; an ERROR is the last command then. identity, user: of the peer.
+    refuses the peer; an ERROR is the last command then. user: that the peer's key stands for.
     """
 
     name: bytes
@@ -185,7 +171,6 @@ class Mechanism(Protocol):
     added_bytes: int
     done: bool
     refused: str
-    identity: bytes
     user: str | None
 
     def start(self) -> list[bytes]:
@@ -206,20 +191,20 @@ class Null:
 
     name, as_server, added_bytes = b"NULL", False, 0
 
-    def __init__(self, local: Local) -> None:
-        self._local = local
-        self.done, self.refused, self.identity = False, "", b""
+    def __init__(self, socket_type: bytes) -> None:
+        self._socket_type = socket_type
+        self.done, self.refused = False, ""
         self.user: str | None = None
 
     def start(self) -> list[bytes]:
         """READY, from both ends at once."""
-        return [command(b"READY", self._local.properties())]
+        return [command(b"READY", own_properties(self._socket_type))]
 
     def take(self, name: bytes, data: bytes) -> list[bytes]:
         """The peer's READY."""
         if name != b"READY":
             raise BadMessage(f"the peer sent the command {_text(name)}, not READY")
-        self.identity = self._local.identity_in(data)
+        check_peer(self._socket_type, data)
         self.done = True
         return []
 
@@ -235,8 +220,6 @@ class Null:
 _STAGE_BYTES = 8192
 _COMMAND_BYTES = 4096  # of the longest command that is taken
 _COPIED_BYTES = 1 << 16  # a smaller body is copied behind its header when it is queued
-_CONTEXT_BYTES = 16  # of the longest context in a PING
-_TTL_PER_S = 10
 _AT_ONCE = 64  # buffers in one call of sendmsg
 
 
@@ -252,13 +235,11 @@ class Connection:
     """One end of one connection.
 
     ready: the handshake is over. ended: why the connection must be closed, "" if it must not.
-    A peer with a ttl_s above 0 wants its connection closed if it sends nothing for so long.
     """
 
     def __init__(self, mechanism: Mechanism, limits: Limits, place: Place | None = None) -> None:
         self.mechanism = mechanism
         self.ready, self.ended = False, ""
-        self.ttl_s = 0.0
         self.sent_bytes = self.queued_bytes = 0  # since the start
         self._limits, self._place = limits, place
         self._stage, self._staged = memoryview(bytearray(_STAGE_BYTES)), 0
@@ -267,7 +248,6 @@ class Connection:
         self._body: Buffer | None = None
         self._message: Message = []
         self._outgoing: deque[Buffer] = deque()
-        self._pong_at = 0  # queued_bytes behind the last PONG
         self._queue(greeting(mechanism.name, mechanism.as_server))
 
     def room(self) -> Buffer:
@@ -357,10 +337,6 @@ class Connection:
         for buffer in buffers:
             self._outgoing.append(memoryview(buffer))
             self.queued_bytes += len(buffer)
-
-    def _send_command(self, command: bytes) -> None:
-        flags, body = self.mechanism.seal(COMMAND, memoryview(command))
-        self._queue(frame_header(flags, len(body)) + body)
 
     def _send_handshake(self, commands: Sequence[bytes]) -> None:
         for command in commands:
@@ -470,14 +446,6 @@ class Connection:
         self.ready = self.mechanism.done
 
     def _take_command(self, name: bytes, data: bytes) -> None:
-        """A command after the handshake. Unknown ones have no effect."""
-        if name == b"PING":
-            if not 2 <= len(data) <= 2 + _CONTEXT_BYTES:
-                raise BadMessage(f"a PING has {len(data)} bytes")
-            self.ttl_s = int.from_bytes(data[:2], "big") / _TTL_PER_S
-            # A peer that sends PINGs and reads nothing gets one PONG, not a queue of them.
-            if self._pong_at <= self.sent_bytes:
-                self._send_command(command(b"PONG", data[2:]))
-                self._pong_at = self.queued_bytes
-        elif name == b"ERROR":
+        """A command after the handshake. Others have no effect: zapex's clients send no PINGs."""
+        if name == b"ERROR":
             raise Refused(f"the peer ends this connection: {data[1:65]!r}")
