@@ -45,11 +45,11 @@ class Served:
         )
         self.address = (host, int(self.listener.url.rpartition(":")[2]))
         self.gone: list[bytes] = []
-        self.listener.on_gone = self.gone.append
         self.received: list[tuple[bytes, list[bytes]]] = []
 
     def turn(self) -> None:
         self.listener.do_work(0.001)
+        self.gone += self.listener.gone()
         while (found := self.listener.receive()) is not None:
             self.received.append((found[0], [bytes(frame) for frame in found[1]]))
 
@@ -221,7 +221,7 @@ def test_what_a_peer_sent_before_it_left_is_still_received(served):
     served.until(served.listener.ready, lambda: served.listener.wait(0.001))
     for _ in range(10):
         served.listener.do_work(0.001)
-    assert served.gone == []
+    assert served.listener.gone() == []
     served.until(lambda: served.gone)
     assert [message for _, message in served.received] == [[b"bye"]]
     assert served.gone == [served.received[0][0]]

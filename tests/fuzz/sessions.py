@@ -48,7 +48,6 @@ class _Listener:
         self._inbox = inbox
         self._now: list[Received] = []
         self.answers: list[list[bytes]] = []
-        self.on_gone: Callable[[bytes], object] = lambda peer: None
 
     def next(self) -> None:
         """The next message comes."""
@@ -70,6 +69,9 @@ class _Listener:
     def send(self, peer: bytes, buffers: Sequence[Any]) -> _Sent:
         self.answers.append([bytes(buffer) for buffer in buffers])
         return _Sent()
+
+    def gone(self) -> list[bytes]:
+        return []
 
     def queued(self, peer: bytes) -> int:
         return 0

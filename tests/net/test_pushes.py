@@ -212,5 +212,5 @@ def test_message_sizes_stay_within_the_limit(item: int) -> None:
     over = m.Push.of_chunks(
         layout, memory, [(0, 0, 64)] * (most + 1), actor=0, incarnation=1, sequence=0
     )
-    with pytest.raises(m.BadMessage, match=f"1 to {most} chunks, got {most + 1}"):
+    with pytest.raises(m.BadMessage, match=f"got {most + 1}"):
         m.decode(m.encode(over), form)

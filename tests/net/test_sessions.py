@@ -1,13 +1,15 @@
 """Who has which actor numbers, and for how long: sessions under a clock of the test's own."""
 
 import numpy as np
+import pytest
 
 from tests.fuzz.decoders import FORM
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import HEADER_WORDS
 from zapex.host.roster import Roster
+from zapex.net import sessions as net_sessions
 from zapex.net.sessions import Session, Sessions
-from zapex.wire.messages import Error, Hello
+from zapex.wire.messages import Error, Fault, Hello
 
 CONFIG = {"gamma": 0.99}
 
@@ -105,3 +107,16 @@ def test_the_longest_silent_host_loses_its_number_first() -> None:
     assert new.actors == (1,)
     assert sessions.of_peer(b"1.1") is not None
     assert isinstance(joins(sessions, 4), Error)
+
+
+def test_only_so_many_clients_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net_sessions, "MOST_SESSIONS", 3)
+    sessions = sessions_of(4, Clock())
+    for host in (1, 2, 3):
+        assert isinstance(joins(sessions, host, role="reader"), Session)
+    refusal = joins(sessions, 4)
+    assert isinstance(refusal, Error)
+    assert refusal.fault == Fault.FULL  # it waits, and asks again
+    assert isinstance(joins(sessions, 3, role="reader"), Session)
+    sessions.forget_peer(b"2.1")
+    assert isinstance(joins(sessions, 4), Session)

@@ -316,19 +316,6 @@ def test_only_the_next_expected_body_is_received_into_a_slot() -> None:
         assert not is_in_a_slot([memoryview(other), *body])
 
 
-def test_a_new_connection_replaces_one_that_stopped_within_a_body() -> None:
-    pushes, accounts = Pushes(), Accounts()
-    server = accounts.watch(served())
-    old = Client(server)
-    old.until(lambda: server.source.credit_bytes(0))
-    data = old.bytes_of(pushes(0))
-    write_part(old, data[:CUT])
-    new = Client(server)
-    with suppress(OSError):
-        old.write(data[CUT:])
-    take_all(new, pushes, 0, accounts)
-
-
 def test_a_replaced_host_cannot_write_into_reassigned_slots() -> None:
     pushes, accounts = Pushes(), Accounts()
     server = accounts.watch(served())
@@ -358,31 +345,6 @@ def test_a_replay_that_restarts_within_a_body_finds_its_slot_free() -> None:
         credit = server.source.credit_bytes
         client.until(lambda credit=credit: credit(0))
     take_all(client, pushes, 0, accounts)
-
-
-def test_pushes_cut_into_pieces_are_taken_once_each() -> None:
-    pushes, accounts, draw = Pushes(), Accounts(), random.Random(1)
-    server = accounts.watch(served())
-    client = Client(server)
-    client.until(lambda: server.source.credit_bytes(0))
-    sequence = 0
-    while sequence < 40:
-        credit = server.source.credit_bytes(0) // server.replay.store.layout.body_bytes
-        numbers = range(sequence, sequence + credit)
-        for number in numbers:
-            client.connection.send(pushes(number))
-        data = drain(client.connection)
-        while data:
-            size = draw.choice((1, 9, 64, 300, 3000))
-            client.write(data[:size])
-            data = data[size:]
-            server.turn()
-        sequence += credit
-        client.until(lambda n=sequence: server.source.counts["chunks"] == n)
-        client.until(lambda: server.source.credit_bytes(0))
-    server.turn()
-    assert accounts.taken == {(0, LIFE, n): 1 for n in range(sequence)}
-    assert sum(server.source.counts[name] for name in ("early", "uncredited", "doubled")) == 0
 
 
 def _messages(pushes: Pushes) -> Iterable[list[Buffer]]:

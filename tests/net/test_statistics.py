@@ -37,13 +37,14 @@ class FakeServer:
     """A link server whose messages arrive at once, or not at all."""
 
     def __init__(self) -> None:
-        self.learners: list[Session] = []
+        self.learner: Session | None = None
         self.refuses: set[int] = set()  # numbers that cannot be sent now
         self.sent: list[tuple[Session, Stats]] = []
-        self.sessions = SimpleNamespace(
-            of_roles=lambda *roles: iter(self.learners), of_actor=lambda number: self.relay
-        )
         self.relay = Session("relay", 1, 1, 0.0, actors=(0, 1))
+
+    @property
+    def sessions(self) -> Any:
+        return SimpleNamespace(learner=self.learner, of_actor=lambda number: self.relay)
 
     def send(self, session: Session, channel: int, stats: Stats) -> object:
         if stats.number in self.refuses:
@@ -69,7 +70,7 @@ def test_a_new_learner_counts_nothing_twice() -> None:
         stats = Stats(number, 0, as_buffer(block.as_bytes()), as_buffer(np.empty(0, np.uint8)))
         handler.handlers[Kind.STATS](server.relay, stats)
     first = Session("learner", 8, 1, 0.0)
-    server.learners, server.refuses = [first], {REPLAY}
+    server.learner, server.refuses = first, {REPLAY}
     for _ in range(3):
         handler.do_work()
     assert [stats.number for _, stats in server.sent] == [0, 1]  # the replay's own is left
@@ -77,7 +78,7 @@ def test_a_new_learner_counts_nothing_twice() -> None:
     second, link, host = Session("learner", 9, 1, 0.0), FakeLink(), memory_of("learner")
     StatsReader(link, host)  # type: ignore[arg-type]
     link.on_welcome(SimpleNamespace(epoch=5), 0)
-    server.learners, server.refuses = [second], set()
+    server.learner, server.refuses = second, set()
     for _ in range(3):
         now_s[0] += 1.0
         handler.do_work()

@@ -429,7 +429,7 @@ def test_a_relay_that_ignores_its_credit_is_not_given_more_slots(place: Place) -
 
     def turn() -> None:
         relay.link.do_work()
-        take(m.Ack(server.server.actor_states([0], lambda actor: 1 << 40)))
+        take(m.Ack(np.array([(0, *server.roster.state(0), 1 << 40)], m.ACTOR_STATE)))
         relay.sender.do_work()
         server.server.do_work(server.source.handlers, server.source.credit_bytes)
 

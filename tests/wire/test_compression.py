@@ -1,15 +1,18 @@
 """Compressed bodies: they arrive as they were, and a lie about their length allocates nothing."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import zmq
 import zstandard
 
 from tests.support.relays import Accounts, Relay, serving, wrong_rows
 from tests.support.transport_rigs import (
     BATCH,
     BETA,
+    CONFIG,
     SCHEMA,
     Memory,
     NetworkReplay,
@@ -26,7 +29,7 @@ from zapex.errors import BadMessage, ConfigError, OtherVersion, Refused
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.wire import messages as m
 from zapex.wire.compression import check_installed, compress, decompress
-from zapex.wire.protocol import COMPRESSED, HEADER, RawMessage
+from zapex.wire.protocol import COMPRESSED, HEADER, MAX_BUFFERS, RawMessage
 
 MOST = 1 << 16
 
@@ -36,7 +39,7 @@ __all__ = ["nothing_left_open"]  # a fixture of every test here
 def test_buffers_arrive_as_they_were() -> None:
     rng = np.random.default_rng(1)
     body = [bytes(50_000), rng.bytes(1_000), b"", b"x"]
-    back = decompress(compress([memoryview(part) for part in body]), MOST)
+    back = decompress(compress([memoryview(part) for part in body]), [len(part) for part in body])
     assert [bytes(part) for part in back] == body
     assert not any(part.readonly for part in back)  # kernels are compiled for writable memory
 
@@ -46,14 +49,14 @@ def test_buffers_arrive_as_they_were() -> None:
     [
         (b"no frame", "broken"),
         (b"", "broken|at most"),
-        (zstandard.compress(bytes(MOST + 1)), f"at most {MOST} bytes, got {MOST + 1}"),
+        (zstandard.compress(bytes(MOST + 1)), str(MOST + 1)),
         (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(9)), "at most"),
         (zstandard.compress(bytes(5_000))[:-3], "broken|has"),
     ],
 )
 def test_what_is_no_frame_or_holds_too_much_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(BadMessage, match=words):
-        decompress([memoryview(data)], MOST)
+        decompress([memoryview(data)], [MOST])
 
 
 @pytest.mark.parametrize("name", ["push", "batch"])
@@ -101,16 +104,37 @@ def test_chunks_and_batches_travel_compressed_and_arrive_whole(kind: str, tmp_pa
         relay.kill()
 
 
-def test_a_replay_decompresses_no_more_than_a_request_holds() -> None:
-    batch = m.encode(examples()["batch"], compressed=True)
-    assert m.decode(batch, FORM).kind == m.Kind.BATCH
-    with pytest.raises(BadMessage, match="BATCH is never compressed"):
-        m.decode(batch, FORM, of_client=True)
-    bomb = examples()["push"].raw()
-    most = FORM.largest_request_bytes
-    bomb.body = (memoryview(bytes(most + 1)), *bomb.body[1:])
-    with pytest.raises(BadMessage, match=f"at most {most} bytes, got {most + 1}"):
-        m.decode(bomb.encode(compressed=True), FORM, of_client=True)
+@pytest.mark.parametrize("name", ["push", "batch"])
+def test_all_lengths_are_checked_before_anything_is_decompressed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: RawMessage = examples()[name].raw()
+    frames, rows = plain.body
+    too_many = [plain.body * 2, (frames,) * (MAX_BUFFERS - 1), ()]
+    large = memoryview(bytes(FORM.largest_request_bytes))
+    bombs = [replace(plain, body=body).encode(compressed=True)
+             for body in [*too_many, (large, rows), (frames, large)]]  # fmt: skip
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
+    for bomb in bombs:
+        with pytest.raises(BadMessage):
+            m.decode(bomb, FORM)
+
+
+def test_only_a_client_of_the_right_role_gets_a_message_decompressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = NetworkReplay(Memory(layout_of(400), 1), "tcp://127.0.0.1:0")
+    counts, push = server.server.counts, m.encode(examples()["push"], compressed=True)
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(server.url)
+        peer.send_multipart(push)
+        until(lambda: counts["unknown"] == 1, server.turn, "a push without a hello")
+        peer.send_multipart(m.encode(m.Hello("reader", 9, 1, m.BULK, SCHEMA.hash, 0, CONFIG)))
+        peer.send_multipart(push)
+        until(lambda: counts["forbidden"] == 1, server.turn, "a push of a reader")
+    server.close()
 
 
 def test_an_end_without_zstandard_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,6 @@ _EXPECTED_BYTES = 1 << 17  # of a large body, before `poll` tells of more: below
 _ACCEPTS_AT_ONCE = 64
 
 
-def no_place(peer: bytes, earlier: Sequence[Buffer], nbytes: int) -> None:
-    """No memory is named."""
-
-
 class Sent:
     """Follows a message that was sent."""
 
@@ -103,8 +99,7 @@ class ZmtpListener:
             reactor.close_all()
             raise
         self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self.on_gone: Callable[[bytes], object] = lambda peer: None
-        self.place: Callable[[bytes, Sequence[Buffer], int], Buffer | None] = no_place
+        self.place: Callable[[bytes, Sequence[Buffer], int], Buffer | None] | None = None
         self._large_bytes, self._has_keys = large_bytes, has_keys
         self._clock_s, self._looked_s = clock_s, clock_s()
         self._listening, self._closed = True, False
@@ -113,6 +108,7 @@ class ZmtpListener:
         self._peers: dict[bytes, _Peer] = {}
         self._arrived: deque[tuple[_Peer, Message, int]] = deque()  # and its bytes
         self._leaving: list[_Peer] = []
+        self._gone: list[bytes] = []
         self._hung_up: deque[_Peer] = deque()
 
     @property
@@ -148,6 +144,11 @@ class ZmtpListener:
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
             self._look(now_s)
+
+    def gone(self) -> list[bytes]:
+        """The peers whose connections have ended since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def receive(self) -> tuple[bytes, Message] | None:
         """The next message and its peer."""
@@ -242,7 +243,7 @@ class ZmtpListener:
             self._write(peer)
 
     def _placed(self, peer: bytes, earlier: Sequence[Buffer], nbytes: int) -> Buffer | None:
-        return self.place(peer, earlier, nbytes)
+        return self.place(peer, earlier, nbytes) if self.place is not None else None
 
     def _listen(self, listening: bool) -> None:
         if listening != self._listening:
@@ -327,7 +328,7 @@ class ZmtpListener:
                 staying.append(peer)
             else:
                 del self._peers[peer.id]
-                self.on_gone(peer.id)
+                self._gone.append(peer.id)
         self._leaving = staying
 
 

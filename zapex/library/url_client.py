@@ -45,7 +45,7 @@ _LOOK_S = 0.2  # period of the thread that says hello for idle links
 
 def form_of(layout: ReplayLayout) -> Form:
     """The Form of a library's messages."""
-    return Form(layout.chunk_layout, most_rows(layout.schema), 1, any_rows=True)
+    return Form(layout.chunk_layout, most_rows(layout.schema), 1)
 
 
 class UrlLink:

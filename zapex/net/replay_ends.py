@@ -147,7 +147,7 @@ class ZmqExperienceSource(End):
 
     def take_in(self) -> list[Incarnation]:
         """Receive messages. Returns the actors whose host came, left or was replaced since."""
-        self._server.do_work(self._all_handlers, self.credit_bytes)
+        self._server.do_work(self._all_handlers, self._states)
         for end in self._ends:
             end.do_work()
         changed = []
@@ -198,7 +198,9 @@ class ZmqExperienceSource(End):
         return self._incarnations[actor] == self._roster.host(actor)
 
     def _states(self, actors: Iterable[int]) -> NDArray[np.void]:
-        return self._server.actor_states(actors, self.credit_bytes)
+        """ACTOR_STATE records as they are now."""
+        states = [(a, *self._roster.state(a), self.credit_bytes(a)) for a in actors]
+        return np.array(states, messages.ACTOR_STATE)
 
     def credit_bytes(self, actor: int) -> int:
         """How much an actor may push now."""
@@ -435,6 +437,7 @@ class ZmqParameters(End):
         self._server, self._mailbox = server, mailbox
         self._version = 0
         self._parts: Sequence[Buffer] = ()  # never written to: libzmq may hold them
+        self._is_due = False  # whether a client may wait for this version
         self.counts = dict.fromkeys(("sent", "kept"), 0)
         self.handlers = {Kind.PUBLISH: self._publish, Kind.PULL: self._pull}
 
@@ -449,28 +452,35 @@ class ZmqParameters(End):
 
     def _pull(self, session: Session, pull: messages.Pull) -> None:
         session.wants_newer_than = pull.value
+        self._is_due = True
         self.do_work()
 
     def _keep(self, version: int, parameters: Buffer) -> None:
-        self._version = version
+        self._version, self._is_due = version, True
         self._parts = messages.encode(messages.Params(version, parameters))
         self.counts["kept"] += 1
 
     def do_work(self) -> int:
         """Send the newest to the clients that wait for it. Returns how many."""
-        newest, sent = self._mailbox.version, 0
-        if newest != self._version:
+        if self._mailbox.version != self._version:
             # Published in this host's memory. It is copied now, so a pull does not wait for a copy.
             value = np.empty(self._mailbox.value_bytes, np.uint8)
             version = self._mailbox.newer_than(self._version, value)
-            if not version:
-                return 0
-            self._keep(version, as_buffer(value))
+            if version:
+                self._keep(version, as_buffer(value))
+        if not self._is_due:
+            return 0
+        self._is_due, sent = False, 0
         for session in self._server.sessions.of_roles("relay", "learner", "reader"):
             wanted = session.wants_newer_than
-            if wanted is None or self._version <= wanted or not self._server.room(session, BULK):
+            if wanted is None or self._version <= wanted:
                 continue
-            if self._server.send_encoded(session, BULK, self._parts) is not None:
+            tracker = None
+            if self._server.room(session, BULK):
+                tracker = self._server.send_encoded(session, BULK, self._parts)
+            if tracker is None:
+                self._is_due = True  # again in the next cycle
+            else:
                 session.wants_newer_than = None
                 sent += 1
         self.counts["sent"] += sent

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,19 +26,19 @@ from zapex.machine.waiting import rest_until
 from zapex.net.sessions import Session, Sessions
 from zapex.net.sockets import Listener, Received, Tracker
 from zapex.wire import messages
-from zapex.wire.messages import ACTOR_STATE, Bye, Error, Fault, Hello, Welcome
-from zapex.wire.protocol import MAY_SEND, Buffer, Form, Kind, Message
+from zapex.wire.messages import Bye, Error, Fault, Hello, Welcome
+from zapex.wire.protocol import MAY_SEND, Buffer, Form, Kind, Message, decode_header
 
 _AT_MOST = 256  # messages taken in before the duty cycle continues
-_ERRORS_PER_S = 100.0  # answers to invalid messages, over all peers
+_ERRORS, _ERRORS_PER_S = 10.0, 10.0  # answers with an error to one connection: at once, after that
 _REPORTS, _REPORTS_PER_S = 10.0, 0.2  # lines about impossible values: at once, and after that
 _UNSENT = 4  # large messages that wait on one connection
+_STRIKES = 3.0  # invalid messages until a peer is disconnected
 _SLIGHT = 1 / 128  # of a strike: a correct peer does it rarely, after a restart of this process
 MEMORY_BYTES = 1 << 30
 _GUARD_S = 0.01
 _REST_S = 0.05  # no connection to close: the process itself uses the memory
 _ALARM, _CALM = 0.5, 0.25  # shares of the bound: act above the first, until below the second
-_STRIKES = 3.0  # invalid messages until a peer is disconnected
 _COUNTED = {Fault.REFUSED: "refused", Fault.FENCED: "fenced"}
 
 
@@ -65,11 +66,10 @@ def own_bytes(statm: int | None = None) -> int:
 
 
 class Guard:
-    """Limits a server's memory and its peers' invalid messages, from a thread of its own.
+    """Limits a server's memory, from a thread of its own.
 
-    It closes the connections for which the transport holds the most bytes (Listener.held), and
-    those of peers that broke the rules. bound_bytes: for messages in flight, in addition to the
-    process's memory at the start.
+    It closes the connections for which the transport holds the most bytes (Listener.held).
+    bound_bytes: for messages in flight, in addition to the process's memory at the start.
     """
 
     def __init__(self, listener: Listener, bound_bytes: int) -> None:
@@ -79,7 +79,6 @@ class Guard:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._base_bytes = own_bytes(self._statm)
         self._used_before = 0
-        self._strikes: dict[bytes, float] = {}
         self.hung_up = 0  # connections that were closed here
         self._libc = ctypes.CDLL(None)
         self._stop = threading.Event()
@@ -87,22 +86,10 @@ class Guard:
         self._thread = threading.Thread(target=_watch, args=args, name="guard", daemon=True)
         self._thread.start()
 
-    def strike(self, peer: bytes, weight: float = 1.0) -> None:
-        """A peer broke the rules. The third time it is disconnected."""
-        self._strikes[peer] = self._strikes.get(peer, 0.0) + weight
-        if self._strikes[peer] >= _STRIKES:
-            self.hang_up(peer)
-
     def hang_up(self, connection: bytes | int) -> None:
-        """Close a connection, and forget its peer's strikes."""
+        """Close a connection."""
         self._listener.hang_up(connection)
         self.hung_up += 1
-        if isinstance(connection, bytes):
-            self.forget(connection)
-
-    def forget(self, peer: bytes) -> None:
-        """A connection has ended."""
-        self._strikes.pop(peer, None)
 
     def close(self) -> None:
         """Stop watching."""
@@ -148,6 +135,8 @@ def _watch(guard: "weakref.ref[Guard]", stop: threading.Event) -> None:
 
 
 Handler = Callable[[Session, Any], None]
+States = Callable[[Iterable[int]], NDArray[np.void]]
+"""The ACTOR_STATE records of some actors as they are now."""
 
 
 class End:
@@ -175,6 +164,14 @@ class _Budget:
             return False
         self._left -= 1
         return True
+
+
+@dataclass
+class _Conduct:
+    """A connection that was answered with errors: how many it may be sent, and its strikes."""
+
+    errors: _Budget
+    strikes: float = 0.0
 
 
 def _print(text: str) -> None:
@@ -221,11 +218,11 @@ class LinkServer:
         )
         self.guard = Guard(listener, memory_bytes or max(MEMORY_BYTES, _least_memory(form)))
         self.sessions = Sessions(form, config, roster, takes_learner, clock_s)
-        listener.on_gone = self._gone
         self.over = ""
         self._incarnation = incarnation
         self._params_version, self._tell = params_version, tell
-        self._errors = _Budget(_ERRORS_PER_S, _ERRORS_PER_S, clock_s)
+        self._clock_s = clock_s
+        self._conduct: dict[bytes, _Conduct] = {}
         self._reports = _Budget(_REPORTS, _REPORTS_PER_S, clock_s)
 
     def send(
@@ -257,13 +254,6 @@ class LinkServer:
         peer = session.peers[channel]
         return 0 if peer is None else max(0, _UNSENT - self.listener.queued(peer))
 
-    def actor_states(
-        self, actors: Iterable[int], credit_bytes: Callable[[int], int]
-    ) -> NDArray[np.void]:
-        """ACTOR_STATE records as they are now; credit_bytes: how much an actor may push."""
-        states = [(a, *self.roster.state(a), credit_bytes(a)) for a in actors]
-        return np.array(states, ACTOR_STATE)
-
     def refuse(self, session: Session, what: str) -> None:
         """Report values that no run produces, once for each session.
 
@@ -282,16 +272,19 @@ class LinkServer:
 
         return rest_until(ready, timeout_s, rest)
 
-    def do_work(self, handlers: Mapping[Kind, Handler], credit_bytes: Callable[[int], int]) -> int:
+    def do_work(self, handlers: Mapping[Kind, Handler], states: States) -> int:
         """Receive messages and give them to their handlers. Returns how many.
 
-        credit_bytes: how much an actor may push.
+        states: what a welcome says about its client's actors.
         """
         self.listener.do_work()
+        for peer in self.listener.gone():
+            self._conduct.pop(peer, None)
+            self.sessions.forget_peer(peer)
         done = 0
         while done < _AT_MOST and (received := self.listener.receive()) is not None:
             done += 1
-            self._take(received, handlers, credit_bytes)
+            self._take(received, handlers, states)
         self.counts["messages"] += done
         return done
 
@@ -300,44 +293,35 @@ class LinkServer:
         self.guard.close()
         self.listener.close()
 
-    def _gone(self, peer: bytes) -> None:
-        self.guard.forget(peer)
-        self.sessions.forget_peer(peer)
-
-    def _take(
-        self,
-        received: Received,
-        handlers: Mapping[Kind, Handler],
-        credit_bytes: Callable[[int], int],
-    ) -> None:
+    def _take(self, received: Received, handlers: Mapping[Kind, Handler], states: States) -> None:
+        """Only a client that has said hello gets its messages read, and only those of its role."""
         peer, buffers = received
         try:
-            message = messages.decode(buffers, self.form, of_client=True)
-            if isinstance(message, Hello):
-                self._hello(received, message, credit_bytes)
+            raw = decode_header(buffers)
+            if raw.kind == Kind.HELLO:
+                self._hello(received, messages.read(raw, self.form), states)
                 return
             session = self.sessions.of_peer(peer)
             if session is None:
                 self.counts["unknown"] += 1
-                self._answer(peer, Error(Fault.HELLO_FIRST, "say hello"))
-                self.guard.strike(peer, _SLIGHT)
-            elif message.kind not in MAY_SEND[session.role]:
+                self._answer(peer, Error(Fault.HELLO_FIRST, "say hello"), _SLIGHT)
+            elif raw.kind not in MAY_SEND[session.role]:
                 self.counts["forbidden"] += 1
-                text = f"a {session.role} may not send {message.kind.name}"
-                self._answer(peer, Error(Fault.REFUSED, text))
-                self.guard.strike(peer)
-            elif message.kind == Kind.BYE:
-                self._bye(session, message)
-            elif message.kind in handlers:
-                handlers[message.kind](session, message)
+                text = f"a {session.role} may not send {raw.kind.name}"
+                self._answer(peer, Error(Fault.REFUSED, text), 1.0)
+            else:
+                message = messages.read(raw, self.form)
+                if raw.kind == Kind.BYE:
+                    self._bye(session, message)
+                elif raw.kind in handlers:
+                    handlers[raw.kind](session, message)
         except BadMessage as error:  # found in its bytes, or by a handler
             self.counts["bad"] += 1
             fault = Fault.REFUSED if isinstance(error, OtherVersion) else Fault.BAD
-            self._answer(peer, Error(fault, str(error)))
+            self._answer(peer, Error(fault, str(error)), 1.0)
             self.sessions.forget_peer(peer)
-            self.guard.strike(peer)
 
-    def _hello(self, received: Received, hello: Hello, credit_bytes: Callable[[int], int]) -> None:
+    def _hello(self, received: Received, hello: Hello, states: States) -> None:
         peer, buffers = received
         if self.over:
             self._answer(peer, Error(Fault.OVER, self.over))
@@ -364,7 +348,7 @@ class LinkServer:
             self.roster.actors,
             self.form.layout.chunk,
             old != peer,
-            self.actor_states(session.actors, credit_bytes),
+            states(session.actors),
         )
         self.send(session, hello.channel, welcome)
 
@@ -373,11 +357,17 @@ class LinkServer:
         if session.role == "learner":
             self.over = message.over
 
-    def _answer(self, peer: bytes, error: Error) -> None:
-        # A peer that sends very many invalid messages gets no more answers after a while.
-        if not self._errors.spend():
-            return
-        try:
-            self.listener.send(peer, messages.encode(error))
-        except PeerError:
-            self.sessions.forget_peer(peer)
+    def _answer(self, peer: bytes, error: Error, strike: float = 0.0) -> None:
+        """Answer with an error, if this connection did not get very many. Count the strike."""
+        conduct = self._conduct.get(peer)
+        if conduct is None:
+            conduct = _Conduct(_Budget(_ERRORS, _ERRORS_PER_S, self._clock_s))
+            self._conduct[peer] = conduct
+        if conduct.errors.spend():
+            try:
+                self.listener.send(peer, messages.encode(error))
+            except PeerError:
+                self.sessions.forget_peer(peer)
+        conduct.strikes += strike
+        if conduct.strikes >= _STRIKES:
+            self.guard.hang_up(peer)

@@ -1,17 +1,19 @@
 """Sessions: the clients of a replay from HELLO to BYE, and the actors that each one has."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zapex.errors import BadMessage
 from zapex.host.roster import NO_HOST, Roster
 from zapex.wire.messages import Error, Fault, Hello, Sample
-from zapex.wire.protocol import Form
+from zapex.wire.protocol import MAX_ACTORS, ROLES, Form
 
 _SESSION_S = 10.0  # after this much silence a host may lose its actor numbers
 _START_S = 60.0  # the same for a host that has said only hello: its processes are starting
+# Far above the hosts and the library's clients of any run; each costs memory and time.
+MOST_SESSIONS = 4 * MAX_ACTORS
 _WRITERS = ("relay", "client")  # these roles have actor numbers and push chunks
 
 
@@ -77,20 +79,25 @@ class Sessions:
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config)))
         self.takes_learner = takes_learner
         self._started_s = clock_s()
-        self._by_client: dict[tuple[str, int], Session] = {}
+        # By role and host. There is one learner: its host is 0 here.
+        self._clients: dict[str, dict[int, Session]] = {role: {} for role in ROLES}
         self._by_peer: dict[bytes, tuple[Session, int]] = {}
 
-    def of_roles(self, *roles: str) -> Iterator[Session]:
+    def of_roles(self, *roles: str) -> list[Session]:
         """The clients that are connected, or were a short time ago."""
-        # A copy: a session may end while the caller sends to it.
-        return (s for s in list(self._by_client.values()) if s.role in roles)
+        return [session for role in roles for session in self._clients[role].values()]
+
+    @property
+    def learner(self) -> Session | None:
+        """The learner that is connected, or was a short time ago."""
+        return self._clients["learner"].get(0)
 
     def of_actor(self, actor: int) -> Session | None:
         """The client that runs an actor now."""
         return self._of_host(self._roster.host(actor))
 
     def _of_host(self, host: int) -> Session | None:
-        return self._by_client.get(("relay", host)) or self._by_client.get(("client", host))
+        return self._clients["relay"].get(host) or self._clients["client"].get(host)
 
     def known(self, peer: bytes) -> Session | None:
         """The client of this connection; None if it did not say hello."""
@@ -170,7 +177,9 @@ class Sessions:
             return Error(Fault.REFUSED, f"{text}: lower --actors here, or raise it at the replay")
         if hello.role == "learner" and not self.takes_learner:
             return Error(Fault.REFUSED, "this replay has its learner on its own host")
-        known = self._by_client.get(_role_and_host(hello))
+        known = self._clients[hello.role].get(_place(hello))
+        if known is None and sum(map(len, self._clients.values())) >= MOST_SESSIONS:
+            return Error(Fault.FULL, f"{MOST_SESSIONS:,} clients are connected: no more can be")
         if known is not None and known.incarnation > hello.incarnation:
             return Error(Fault.FENCED, f"a newer {hello.role} has replaced this one")
         if known is not None and known.host != hello.host and not hello.actors:  # a learner
@@ -182,13 +191,13 @@ class Sessions:
 
     def _session(self, hello: Hello, address: str) -> Session:
         """The session of this client, new or known."""
-        key = _role_and_host(hello)
-        session = self._by_client.get(key)
+        clients, place = self._clients[hello.role], _place(hello)
+        session = clients.get(place)
         if session is None or session.incarnation < hello.incarnation:
             if session is not None:
                 self._end(session)
             session = Session(hello.role, hello.host, hello.incarnation, self._clock_s(), address)
-            self._by_client[key] = session
+            clients[place] = session
         return session
 
     def _end(self, session: Session) -> None:
@@ -196,30 +205,29 @@ class Sessions:
             if peer is not None:
                 self._by_peer.pop(peer, None)
         session.peers = [None, None]
-        if self._by_client.get(_role_and_host(session)) is session:
-            del self._by_client[_role_and_host(session)]
+        clients, place = self._clients[session.role], _place(session)
+        if clients.get(place) is session:
+            del clients[place]
 
     def _assign(self, session: Session, count: int) -> list[int] | None:
-        actors = self._roster.assign(session.host, count)
-        now_s = self._clock_s()
+        actors, now_s = self._roster.assign(session.host, count), self._clock_s()
         # A server that has just started does not know yet which clients are alive.
-        if actors is None and now_s - self._started_s >= _SESSION_S:
-            known = {s.host: s for s in self.of_roles(*_WRITERS)}
-            there = {
-                host
-                for host, s in known.items()
-                if now_s - s.heard_s < (_START_S if s.starts else _SESSION_S)
-            }
-            hosts = {self._roster.host(actor) for actor in range(self._roster.actors)}
-            # The longest silent first: a host that was only stopped for a while may come back.
-            gone = sorted(
-                hosts - there - {session.host, NO_HOST},
-                key=lambda host: (known[host].heard_s if host in known else -1.0, host),
-            )
-            actors = self._roster.assign(session.host, count, gone)
-            for former in map(self._of_host, gone):
-                if former is not None and not self._roster.actors_of(former.host):
-                    self._end(former)
+        if actors is not None or now_s - self._started_s < _SESSION_S:
+            return actors
+        gone: dict[int, float] = {}  # hosts that are silent for too long, and when each was heard
+        hosts = {self._roster.host(actor) for actor in range(self._roster.actors)}
+        for host in hosts - {session.host, NO_HOST}:
+            former = self._of_host(host)
+            if former is None:
+                gone[host] = -1.0
+            elif now_s - former.heard_s >= (_START_S if former.starts else _SESSION_S):
+                gone[host] = former.heard_s
+        # The longest silent first: a host that was only stopped for a while may come back.
+        order = sorted(gone, key=lambda host: (gone[host], host))
+        actors = self._roster.assign(session.host, count, order)
+        for former in map(self._of_host, order):
+            if former is not None and not self._roster.actors_of(former.host):
+                self._end(former)
         return actors
 
 
@@ -237,6 +245,5 @@ def differences(
     return f": {', '.join(lines)}; give all commands of a run the same --config"
 
 
-def _role_and_host(hello: Hello | Session) -> tuple[str, int]:
-    # There is one learner. There may be many clients of the other roles.
-    return hello.role, 0 if hello.role == "learner" else hello.host
+def _place(client: Hello | Session) -> int:
+    return 0 if client.role == "learner" else client.host

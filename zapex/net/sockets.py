@@ -78,13 +78,12 @@ None: the transport allocates it.
 class Listener(Protocol):
     """The listening end of a transport. Only `wait` blocks.
 
-    on_gone: called with a peer whose connection has ended. place: called for the memory of a
-    message's buffers, where the transport can receive into the caller's memory.
+    place: called for the memory of a message's buffers, where the transport can receive into the
+    caller's memory; None: do not ask.
     """
 
     url: str
-    on_gone: Callable[[bytes], object]
-    place: Place
+    place: Place | None
 
     @property
     def fds(self) -> list[int] | None:
@@ -100,7 +99,10 @@ class Listener(Protocol):
         """Wait until a message may have come, at most timeout_s."""
 
     def do_work(self) -> object:
-        """Regular work in each duty cycle: admit new peers, notice those that are gone."""
+        """Regular work in each duty cycle: admit new peers."""
+
+    def gone(self) -> list[bytes]:
+        """The peers whose connections have ended since the last call."""
 
     def receive(self) -> Received | None:
         """The next message, or None."""
@@ -134,10 +136,6 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """Close all connections."""
-
-
-def no_place(peer: bytes, earlier: Sequence[Buffer], nbytes: int) -> None:
-    """No memory is named."""
 
 
 def listen(
@@ -469,8 +467,8 @@ class RouterListener(_Sockets):
             self._context.destroy(linger=0)
             raise ConfigError(f"--listen {url} cannot be used: {error.strerror}") from None
         self.url: str = self._router.last_endpoint.decode()
-        self.on_gone: Callable[[bytes], object] = lambda peer: None
-        self.place: Place = no_place  # libzmq cannot receive into memory that others name
+        self._gone: list[bytes] = []
+        self.place: Place | None = None  # libzmq never asks
         self._connections = _Connections(self.url)
         self._look_s = 0.0
         self.queued, self.held = self._connections.queued, self._connections.held
@@ -478,13 +476,17 @@ class RouterListener(_Sockets):
         self._watch(self._router, self.zap.socket)
 
     def do_work(self) -> int:
-        """Admit or refuse new peers, and notice those that are gone."""
-        now_s = time.monotonic()
+        """Admit or refuse new peers."""
+        return self.zap.do_work()
+
+    def gone(self) -> list[bytes]:
+        """The peers whose connections have ended since the last call."""
+        found, now_s = self._gone, time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + _LOOK_S
-            for peer in self._connections.gone():
-                self.on_gone(peer)
-        return self.zap.do_work()
+            found += self._connections.gone()
+        self._gone = []
+        return found
 
     def receive(self) -> Received | None:
         """The next message of a peer that is still connected."""
@@ -496,7 +498,7 @@ class RouterListener(_Sockets):
             nbytes = sum(map(len, buffers))
             gone = self._connections.took(peer, first.get(zmq.SRCFD), nbytes)
             if gone is not None:
-                self.on_gone(gone)
+                self._gone.append(gone)
             return peer, rest
         return None
 

@@ -8,7 +8,7 @@ The counts of an actor number continue when another host takes the number over.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,19 +62,12 @@ class _Round:
         return sent
 
 
-class StatsLink(Protocol):
-    """What carries statistics."""
-
-    def send(self, channel: int, message: Stats) -> object | None:
-        """Send without waiting; None: not now."""
-
-
 class StatsSender:
     """Sends this host's blocks, by their numbers in the run, and its actors' episodes."""
 
     def __init__(
         self,
-        link: StatsLink,
+        link: ZmqLink,
         blocks: Mapping[int, RoleMetrics],
         episodes: Callable[[int], NDArray[np.void]] = lambda number: _NO_EPISODES,
         clock_s: Callable[[], float] = time.monotonic,
@@ -199,7 +192,7 @@ class StatsHandler(End):
         return self._round.go_on(self._numbers, self._send)
 
     def _send(self, number: int) -> bool:
-        learner = next(self._server.sessions.of_roles("learner"), None)
+        learner = self._server.sessions.learner
         if learner is not self._reader:
             self._reader = learner
             self._round.restart()  # it must get the replay's own last

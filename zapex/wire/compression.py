@@ -39,26 +39,34 @@ def compress(body: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(compressor.compress(buffer)) for buffer in body]
 
 
-def decompress(body: Sequence[memoryview], most: int) -> tuple[memoryview, ...]:
+def decompress(body: Sequence[memoryview], most: Sequence[int]) -> tuple[memoryview, ...]:
     """The buffers that `compress` got, of at most `most` bytes each. Raises BadMessage.
 
-    No memory is allocated before a length is checked, and little more than the length.
+    All lengths are checked before the first buffer is decompressed, and then little more memory is
+    allocated than they say.
     """
-    zstd, found = _zstd(), list[memoryview]()
+    zstd = _zstd()
+    if len(body) != len(most):
+        raise BadMessage(f"a compressed body has {len(most)} parts, got {len(body)}")
+    try:
+        sizes = [zstd.frame_content_size(buffer) for buffer in body]
+    except zstd.ZstdError as error:
+        raise BadMessage(f"a compressed buffer is broken: {error}") from None
+    if not all(0 <= nbytes <= limit for nbytes, limit in zip(sizes, most, strict=True)):
+        raise BadMessage(f"compressed buffers have at most {list(most)} bytes, got {sizes}")
+    return tuple(map(_decompressed, body, sizes))
+
+
+def _decompressed(buffer: memoryview, nbytes: int) -> memoryview:
+    zstd, got = _zstd(), 0
+    memory = np.empty(nbytes + 1, np.uint8).data  # one more: the frame must end before it
     decompressor = zstd.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
-    for buffer in body:
-        try:
-            nbytes = zstd.frame_content_size(buffer)
-            if not 0 <= nbytes <= most:
-                raise BadMessage(f"a compressed buffer has at most {most} bytes, got {nbytes}")
-            memory = np.empty(nbytes + 1, np.uint8).data  # one more: the frame must end before it
-            with decompressor.stream_reader(buffer) as frames:
-                got = 0
-                while count := frames.readinto(memory[got:]):
-                    got += count
-        except zstd.ZstdError as error:
-            raise BadMessage(f"a compressed buffer is broken: {error}") from None
-        if got != nbytes:
-            raise BadMessage(f"a compressed buffer says {nbytes} bytes, and has {got}")
-        found.append(memory[:nbytes])
-    return tuple(found)
+    try:
+        with decompressor.stream_reader(buffer) as frames:
+            while count := frames.readinto(memory[got:]):
+                got += count
+    except zstd.ZstdError as error:
+        raise BadMessage(f"a compressed buffer is broken: {error}") from None
+    if got != nbytes:
+        raise BadMessage(f"a compressed buffer says {nbytes} bytes, and has {got}")
+    return memory[:nbytes]

@@ -100,15 +100,15 @@ def _check_schema(raw: RawMessage, form: Form) -> None:
         )
 
 
-def _check_lengths(raw: RawMessage, schema: Schema, frames: int, rows_bytes: int) -> None:
-    sizes = [frames * c.item_bytes for c in schema.obs_columns.values()]
-    wanted = [*sizes, rows_bytes]
+def _part_bytes(schema: Schema, frames: int, last: int) -> list[int]:
+    """Bytes of each buffer of a body with so many frames, and a last buffer of `last` bytes."""
+    return [*(frames * c.item_bytes for c in schema.obs_columns.values()), last]
+
+
+def _check_lengths(raw: RawMessage, wanted: list[int]) -> None:
     found = [buffer.nbytes for buffer in raw.body]
     if found != wanted:
-        raise BadMessage(
-            f"{raw.kind.name} of {raw.rows} rows and {frames} frames has parts of {wanted} bytes, "
-            f"got {found}"
-        )
+        raise BadMessage(f"{raw.kind.name} has parts of {wanted} bytes, got {found}")
 
 
 def _check_frames(buffer: Buffer, start: int, rows: int, frames: int, schema: Schema) -> None:
@@ -145,17 +145,24 @@ class PushedChunk(NamedTuple):
     rows_at: int
 
 
+def push_bytes(raw: RawMessage, form: Form) -> list[int]:
+    """The most bytes that each buffer of a push with this header may have. Raises BadMessage."""
+    _check_schema(raw, form)
+    layout = form.layout
+    count = raw.within("value", 1, form.most_pushed)
+    rows = raw.within("rows", count, count * layout.chunk)
+    last = count * _RECORD.size + rows * _row_table(layout)[1]
+    return _part_bytes(layout.schema, count * layout.frames, last)
+
+
 def _read_chunks(raw: RawMessage, form: Form) -> tuple[PushedChunk, ...]:
     """The chunks of a push; their rows refer only to frames that came with them."""
-    _check_schema(raw, form)
-    layout, count, body = form.layout, raw.value, raw.body
-    if not 1 <= count <= form.most_pushed:
-        raise BadMessage(f"a push has 1 to {form.most_pushed} chunks, got {count}")
-    at, first_frame = count * _RECORD.size, 0
-    if not body or body[-1].nbytes < at:
-        raise BadMessage(f"a push of {count} chunks has as many records of {_RECORD.size} bytes")
-    row_bytes, pushed, all_rows = _row_table(layout)[1], [], 0
-    for stream, rows, frames in _RECORD.iter_unpack(body[-1][:at]):
+    layout, last = form.layout, push_bytes(raw, form)[-1]
+    if not raw.body or raw.body[-1].nbytes != last:
+        raise BadMessage(f"a push of {raw.value} chunks and {raw.rows} rows ends in {last} bytes")
+    at, first_frame = raw.value * _RECORD.size, 0
+    row_bytes, pushed = _row_table(layout)[1], []
+    for stream, rows, frames in _RECORD.iter_unpack(raw.body[-1][:at]):
         if not 1 <= rows <= layout.chunk or not 1 <= frames <= layout.frames or stream < 0:
             raise BadMessage(
                 f"a chunk has 1 to {layout.chunk} rows and 1 to {layout.frames} frames of a "
@@ -163,13 +170,10 @@ def _read_chunks(raw: RawMessage, form: Form) -> tuple[PushedChunk, ...]:
             )
         pushed.append(PushedChunk(stream, rows, frames, first_frame, at))
         first_frame += frames
-        all_rows += rows
         at += rows * row_bytes
-    if raw.rows != all_rows:
-        raise BadMessage(f"the header says {raw.rows} rows, the chunks have {all_rows}")
-    _check_lengths(raw, layout.schema, first_frame, at)
+    _check_lengths(raw, _part_bytes(layout.schema, first_frame, at))
     for chunk in pushed:
-        _check_frames(body[-1], chunk.rows_at, chunk.rows, chunk.frames, layout.schema)
+        _check_frames(raw.body[-1], chunk.rows_at, chunk.rows, chunk.frames, layout.schema)
     return tuple(pushed)
 
 
@@ -289,20 +293,21 @@ def claimed_push(head: Buffer, form: Form) -> tuple[int, int, int] | None:
     return actor, incarnation, sequence
 
 
+def batch_bytes(raw: RawMessage, form: Form) -> list[int]:
+    """The bytes that each buffer of a batch with this header has. Raises BadMessage."""
+    _check_schema(raw, form)
+    schema, rows = form.schema, raw.within("rows", 1, form.batch_size)
+    frames = raw.within("frames", 0, 2 * rows * schema.stack)
+    return _part_bytes(schema, frames, batch_rows_bytes(schema, rows))
+
+
 def _check_batch(raw: RawMessage, form: Form) -> None:
     """Raise BadMessage for a batch with impossible numbers, or rows without their frames."""
-    _check_schema(raw, form)
-    schema, rows, frames = form.schema, raw.rows, raw.frames
-    if not 1 <= rows <= form.batch_size:
-        raise BadMessage(f"a batch has 1 to {form.batch_size} rows, got {rows}")
-    if not 0 <= raw.number <= form.batch_size - rows:
-        raise BadMessage(f"{rows} rows do not fit into a batch behind {raw.number}")
-    if frames > 2 * rows * schema.stack:
-        raise BadMessage(f"{frames} frames are more than {rows} rows can need")
-    _check_lengths(raw, schema, frames, batch_rows_bytes(schema, rows))
-    last = raw.body[-1]
+    _check_lengths(raw, batch_bytes(raw, form))
+    rows, last = raw.rows, raw.body[-1]
+    raw.within("number", 0, form.batch_size - rows)  # of its first row in the whole batch
     dtype = Draw.dtype(rows)
-    _check_frames(last, dtype.itemsize, rows, frames, schema)
+    _check_frames(last, dtype.itemsize, rows, raw.frames, form.schema)
     draw = Draw.read(np.frombuffer(last, dtype, 1)[0])
     if not 0.0 < draw.leaves.min() <= draw.leaves.max() < math.inf:  # false for NaN
         raise BadMessage("a leaf that was drawn is positive and finite")

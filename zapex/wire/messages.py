@@ -23,7 +23,7 @@ from zapex.chunks.layout import MAX_CHUNK, NO_FRAME
 from zapex.chunks.schema import Schema
 from zapex.errors import TELLABLE, BadMessage
 from zapex.wire.compression import decompress
-from zapex.wire.experience import BatchMessage, Push
+from zapex.wire.experience import BatchMessage, Push, batch_bytes, push_bytes
 from zapex.wire.protocol import (
     MAX_ACTORS,
     MAX_COUNT,
@@ -552,7 +552,8 @@ _MESSAGES: tuple[type[Message], ...] = (
     *(Pull, Params, Publish, PublishAck, Stats, Call, Reply),
 )
 _READ = {message.kind: message.read for message in _MESSAGES}
-COMPRESSIBLE = {Kind.PUSH, Kind.BATCH}
+_COMPRESSIBLE = {Kind.PUSH: push_bytes, Kind.BATCH: batch_bytes}
+"""What may be compressed, and the bytes that its buffers may have, by the header."""
 _NEED_NO_FORM = {
     Kind.HELLO,
     Kind.WELCOME,
@@ -565,24 +566,25 @@ _NEED_NO_FORM = {
 }
 
 
-def decode(buffers: Sequence[Any], form: Form | None, *, of_client: bool = False) -> Any:
-    """The message in these buffers, fully checked against `form`; bodies are views of them.
+def decode(buffers: Sequence[Any], form: Form | None) -> Any:
+    """The message in these buffers: `read` of `decode_header`."""
+    return read(decode_header(buffers), form)
 
-    form: None before a welcome; then only messages that need no form are valid. of_client: it came
-    to a replay; then nothing larger than a request is decompressed. Raises BadMessage.
+
+def read(raw: RawMessage, form: Form | None) -> Any:
+    """The message with this header, fully checked against `form`; bodies are views.
+
+    form: None before a welcome; then only messages that need no form are valid. Raises BadMessage.
     """
-    raw = decode_header(buffers)
     if form is None and raw.kind not in _NEED_NO_FORM:
         raise BadMessage(f"{raw.kind.name} came before the welcome")
     if raw.compressed:
-        if form is None or raw.kind not in COMPRESSIBLE or (of_client and raw.kind != Kind.PUSH):
+        if raw.kind not in _COMPRESSIBLE:
             raise BadMessage(f"{raw.kind.name} is never compressed")
-        is_request = raw.kind == Kind.PUSH
-        most = form.largest_request_bytes if is_request else form.largest_answer_bytes
-        raw.body = decompress(raw.body, most)
+        raw.body = decompress(raw.body, _COMPRESSIBLE[raw.kind](raw, cast(Form, form)))
     return _READ[raw.kind](raw, cast(Form, form))
 
 
 def encode(message: Message, compressed: bool = False) -> list[Buffer]:
     """The buffers to send. compressed: if it is of a kind that can be."""
-    return message.raw().encode(compressed and message.kind in COMPRESSIBLE)
+    return message.raw().encode(compressed and message.kind in _COMPRESSIBLE)

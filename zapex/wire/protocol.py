@@ -84,9 +84,9 @@ MAY_SEND = {
 class Form:
     """What both ends know before any message, each from its own config.
 
-    parameter_bytes: of one version of the parameters. metrics_bytes, episode_bytes: of a role's
-    metrics block and of one finished episode. any_rows: a library's clients choose the sizes of
-    their batches, up to batch_size. limits: the largest values of a chunk.
+    batch_size: the most rows of a batch. parameter_bytes: of one version of the parameters.
+    metrics_bytes, episode_bytes: of a role's metrics block and of one finished episode. limits: the
+    largest values of a chunk.
     """
 
     layout: ChunkLayout
@@ -94,7 +94,6 @@ class Form:
     parameter_bytes: int
     metrics_bytes: int = 0
     episode_bytes: int = 1
-    any_rows: bool = False
     limits: Limits = field(default_factory=Limits)
 
     @property
