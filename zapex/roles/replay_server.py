@@ -55,17 +55,17 @@ class ReplayServer:
             self._reprioritise(keys, priorities)
             work += 1
         metrics.enter("sample")
-        for _ in range(self._sink.requests()):
-            rows = self._sink.rows()
-            if not self._limiter.can_sample(rows):
-                break
+        requests = self._sink.requests()
+        while requests and self._limiter.can_sample(rows := self._sink.rows()):
             self._limiter.sample(rows)
             self._sink.answer(self.replay.draw(rows, self._method))
             metrics.add("batches")
             metrics.add("sampled", rows)
             work += 1
+            requests -= 1
         metrics.enter("idle")
-        before, self._state = self._state, LIMITER_STATES.index(self._limiter_state())
+        state = self._limiter_state(learner_waits=requests > 0)
+        before, self._state = self._state, LIMITER_STATES.index(state)
         if work or self._state != before:
             self._publish_counts()
         return work
@@ -111,7 +111,7 @@ class ReplayServer:
         metrics.set("limiter", self._state)
         metrics.set("owed", self._limiter.owed)
 
-    def _limiter_state(self) -> str:
+    def _limiter_state(self, learner_waits: bool) -> str:
         """Which side waits now: one of LIMITER_STATES."""
         if not self._limiter.open:
             return "filling"
@@ -119,6 +119,6 @@ class ReplayServer:
             return "actors wait"
         if self.intake.waiting and not self.intake.has_slots:
             return "no free slots"
-        if self._sink.requests() and not self._limiter.can_sample(self._sink.rows()):
+        if learner_waits:
             return "learner waits"
         return "no role waits"
