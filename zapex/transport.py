@@ -118,19 +118,6 @@ class ValueSource(Protocol):
         """The values (S, num_actions) and the version of the parameters they are of; or None."""
 
 
-class QuestionSource(Protocol):
-    """Gives the inference role the questions of its host's actors."""
-
-    def find(self) -> NDArray[np.int64]:
-        """The actors with an open question; valid until the next call."""
-
-    def items(self, places: NDArray[np.int64]) -> NDArray[np.generic]:
-        """Their observations (n * S, *observation_shape)."""
-
-    def answer(self, values: NDArray[np.float32], note: int) -> None:
-        """Answer what `find` found: (n * S, num_actions), and the version of the parameters."""
-
-
 class ParameterSink(Protocol):
     """Takes the parameters that a learner publishes."""
 

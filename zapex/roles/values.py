@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.host.metrics import RoleMetrics
-from zapex.transport import ParameterSource, QuestionSource
+from zapex.machine.exchange import Answerer
+from zapex.transport import ParameterSource
 
 if TYPE_CHECKING:  # it loads torch, which only a maker of policies needs
     from zapex.agent.policy import Acting
@@ -99,7 +100,7 @@ class Inference:
 
     def __init__(
         self,
-        questions: QuestionSource,
+        questions: Answerer,
         policy: "Acting",
         pull: Pull,
         metrics: RoleMetrics,
