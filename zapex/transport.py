@@ -195,11 +195,8 @@ class Incarnation:
     incarnation: int
 
 
-class ExperienceSource(Protocol):
-    """The replay's end of all ExperienceSinks."""
-
-    def ready(self) -> bool:
-        """Whether chunks were committed, or an actor started or died."""
+class CommitSource(Protocol):
+    """What actors have committed, and which of them live."""
 
     def take_in(self) -> Sequence[Incarnation]:
         """Read new messages. Returns actors that started, died or restarted since the last call.
@@ -213,6 +210,13 @@ class ExperienceSource(Protocol):
 
     def committed(self, actor: int) -> NDArray[np.int64]:
         """Slots that `actor` committed since the last call, in order; not checked yet."""
+
+
+class ExperienceSource(CommitSource, Protocol):
+    """The replay's end of all ExperienceSinks."""
+
+    def ready(self) -> bool:
+        """Whether chunks were committed, or an actor started or died."""
 
     def has_room(self, actor: int, count: int) -> bool:
         """Whether the link has room for a grant of `count` slots now."""

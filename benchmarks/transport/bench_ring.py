@@ -303,7 +303,7 @@ def _make_intake(host: HostMemory) -> Intake:
         capacity=layout.capacity,
     )  # fmt: skip
     source = host.experience_source()
-    return Intake(source, replay, limiter, actors=1, streams_per_actor=1)
+    return Intake(source, replay, limiter, streams_per_actor=1)
 
 
 def chunk_path(_: str, frames_bytes: int, seconds: float) -> dict[str, Any]:

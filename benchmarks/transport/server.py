@@ -100,7 +100,7 @@ class Server:
             batch=setting.batch, grant=len(setting.rows) * setting.chunk, capacity=layout.capacity,
         )  # fmt: skip
         replay, streams = self.replay(setting, experience), len(setting.rows)
-        intake = Intake(source, replay, limits, actors=setting.actors, streams_per_actor=streams)
+        intake = Intake(source, replay, limits, streams_per_actor=streams)
         self.role = ReplayServer(replay, intake, source, sink, metrics, method="stratified")
 
     @staticmethod

@@ -323,6 +323,29 @@ def test_an_open_slot_is_live_empty_and_never_the_oldest_until_it_is_closed():
     assert ledger.next_commit == 5
 
 
+def test_rows_that_another_process_writes_are_found_once_and_nonsense_is_not():
+    store = new_store()
+    ledger = SlotLedger(store)
+    here, there, other = ledger.open(), ledger.open(elsewhere=True), ledger.open(elsewhere=True)
+    counts = store.header_rows[:, COUNT]
+    counts[[here, there, other]] = 1, 2, 1
+    first, second = there * CHUNK, other * CHUNK
+    assert ledger.new_rows().tolist() == [first, first + 1, second]
+    assert ledger.new_rows().tolist() == []
+    for count in (CHUNK + 1, -5, 0, 1 << 60):
+        counts[there] = count
+        assert ledger.new_rows().tolist() == []
+        assert counts[there] == 2
+    counts[[there, other]] = 3, 1
+    assert ledger.new_rows().tolist() == [first + 2]
+    ledger.close(there)
+    counts[there] = 4
+    assert ledger.new_rows().tolist() == []
+    ledger.reclaim([other])
+    assert ledger.open(elsewhere=True) not in (there, other)
+    assert ledger.new_rows().tolist() == []
+
+
 def test_who_keeps_a_copy_is_told_before_a_slot_is_evicted():
     store = new_store()
     ledger = SlotLedger(store)
@@ -336,8 +359,6 @@ def test_who_keeps_a_copy_is_told_before_a_slot_is_evicted():
     assert (ledger.quarantined, ledger.free_slots[-1]) == ([slots[1]], slots[0])
     assert [ledger.release(released) for released in (4, 5, 5)] == [0, 1, 0]
     assert store.header_rows[slots, STATE].tolist() == [FREE, FREE, LIVE]
-    assert (ledger.announced == -1).all()
-    assert len(ledger.announced) == 8
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

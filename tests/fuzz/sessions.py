@@ -232,7 +232,7 @@ class RunSessions(Sessions):
             samples_per_insert=0, min_size_to_sample=1, tolerance=0, batch=1,
             grant=_STREAMS * layout.chunk, capacity=layout.capacity,
         )  # fmt: skip
-        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
+        intake = Intake(source, replay, limits, streams_per_actor=_STREAMS)
 
         def do_work() -> None:
             intake.do_work(sink.issued, sink.released)
@@ -281,7 +281,7 @@ class LibrarySessions(Sessions):
         clock = itertools.count()  # a call that waits for the limiter is refused a few looks later
         handler = CallHandler(server, replay, timeout_s=4.0, clock_s=lambda: float(next(clock)))
         source = ZmqExperienceSource(server, replay.store, [handler])
-        intake = Intake(source, replay, limits, actors=_ACTORS, streams_per_actor=_STREAMS)
+        intake = Intake(source, replay, limits, streams_per_actor=_STREAMS)
 
         def do_work() -> None:
             intake.do_work(0, 0)

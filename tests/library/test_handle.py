@@ -26,7 +26,7 @@ from tests.support.keys import indices_of
 from zapex import PrioritizedReplay
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.keys import NO_KEY
-from zapex.chunks.layout import EVICTED, LIVE, STATE
+from zapex.chunks.layout import COUNT, EVICTED, LIVE, STATE
 from zapex.errors import (
     ConfigError,
     InvalidPriority,
@@ -38,7 +38,6 @@ from zapex.errors import (
     SchemaError,
     SharedMemoryError,
 )
-from zapex.library import handle
 from zapex.library.handle_client import HandleLink
 from zapex.library.handle_server import HandleServer
 from zapex.replay.core import ReplayLayout
@@ -420,42 +419,58 @@ def test_the_limiter_lets_clients_wait_as_it_lets_threads():
             client.sample(32)
 
 
-def test_a_client_that_tells_nonsense_is_dropped_and_the_others_go_on():
+def test_nonsense_from_a_client_changes_nothing_and_the_others_go_on():
     replay = PrioritizedReplay(1000, PATTERN, seed=0)
     with served(replay) as client:
         client.extend(**pattern_rows(0, 10))
-        for wrong in ([5], [-1], [1 << 50]):
-            mad = HandleLink(replay.handle, DEADLINE_S)
-            record = np.zeros(len(wrong), handle.COMMIT)
-            record["index"] = wrong
-            mad.at.commits.producer().try_offer(record)
-            with pytest.raises(PeerDied):
-                mad.ask(Request.STATS)
-            mad.close()
         odd = HandleLink(replay.handle, DEADLINE_S)
+        odd.at.commits.producer().try_offer(np.array([5, -1, 1 << 50]))
         with pytest.raises(PeerError, match="kind 77"):
             odd.ask(77)
         with pytest.raises(PeerError, match="at most"):
             odd.ask(Request.UPDATE, -1)
-        odd.ask(Request.GIVE_BACK, 1 << 50)
         with pytest.raises(ReplayError, match="all of them do"):
             odd.ask(Request.SLOT)
+        odd.reserve_streams(1)
+        slot = odd.open_slot()
+        for count in (-1, 1 << 50):
+            odd.store.header_rows[slot, COUNT] = count
+            assert len(client) == 10 == len(replay)
         odd.close()
-        assert len(client) == 10 == len(replay)
+        until(lambda: replay.links == 2, "the end of the link")
+        assert replay.stats()["slots_granted"] == 1, "the extender's"
 
 
-def test_a_snapshot_holds_the_rows_that_were_told_and_no_others(tmp_path):
+def test_a_writer_whose_link_has_ended_writes_no_row():
+    replay = new_replay(n=1)
+    with served(replay) as client:
+        writer = client.writer(STREAMS)
+        play(1, writer, steps=5)
+        held = writer._builder.held
+        writer._replay._fail("its owner took too long")
+        until(lambda: replay.links == 2, "the end of the link")
+        counts = replay.core.store.header_rows[:, COUNT].copy()
+        assert raises(PeerDied, lambda: play(2, writer, steps=3))
+        assert counts[held].all()
+        np.testing.assert_array_equal(replay.core.store.header_rows[:, COUNT], counts)
+
+
+def test_a_snapshot_holds_the_rows_that_were_taken_in_and_no_others(tmp_path, monkeypatch):
     replay = new_replay(n=3, chunk=16)
     with served(replay) as client:
         writer = client.writer(STREAMS)
         expected = play(1, writer, steps=30)
-        slots = np.flatnonzero(replay.core.ledger.announced >= 0)
-        told = replay.core.ledger.announced[slots].copy()
-        replay.core.store.header_rows[slots, 7] += 1  # COUNT: a row that is being written
+        ledger, counts = replay.core.ledger, replay.core.store.header_rows[:, COUNT]
+        rows = len(replay)
+        slots = np.flatnonzero(ledger.taken >= 0)
+        assert ledger.taken[slots].sum() > 0
+        monkeypatch.setattr(replay.core, "catch_up", lambda: None)
+        counts[slots] += 1  # a row that was written since
         replay.save(tmp_path)
-        assert told.sum() > 0
+        counts[slots] -= 1
+        monkeypatch.undo()
         again = PrioritizedReplay.load(tmp_path)
-        assert len(again) == len(replay) == check_rows(again, expected)
+        assert len(again) == rows == check_rows(again, expected)
         writer.close()
 
 

@@ -77,9 +77,7 @@ class Rig:
             self.memory = aligned_zeros(layout.nbytes)
         self.source = FakeSource(self.actors, self.sent)
         self.replay = ReplayCore(layout, buffer=self.memory)
-        self.intake = Intake(
-            self.source, self.replay, self.limits, actors=self.actors, streams_per_actor=STREAMS
-        )
+        self.intake = Intake(self.source, self.replay, self.limits, streams_per_actor=STREAMS)
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -282,7 +280,7 @@ def test_restarted_replay_recovers_chunks_and_grants() -> None:
     assert len(rig.replay) == CHUNK + 2
     assert rig.intake.inserted == 2
     assert (rig.rows[slots, STATE] == LIVE).all()
-    assert rig.intake.granted == [set(out)]
+    assert rig.intake.granted == {0: set(out)}
     assert rig.intake.limiter.outstanding == CHUNK * STREAMS
     rig.live(0, 1)
     assert rig.source.grants == [[]], "this life has its credit"

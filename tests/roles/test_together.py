@@ -90,7 +90,7 @@ def test_samples_per_insert_holds_over_a_long_run(samples_per_insert: float) -> 
     system.goes_on(batches=200, chunks=100)
     sampled = system.count("learner", "samples") - sampled
     inserted = system.intake.inserted - inserted
-    out = system.plan.replay.chunk * sum(len(held) for held in system.intake.granted)
+    out = system.plan.replay.chunk * sum(len(held) for held in system.intake.granted.values())
     slack = config.limiter_tolerance + samples_per_insert * out
     assert abs(sampled - samples_per_insert * inserted) <= slack
 

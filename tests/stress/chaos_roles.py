@@ -348,7 +348,7 @@ def make_replay(world: World) -> tuple[ReplayServer, ReplayCore]:
         counter[CHUNKS_CHECKED] += 1
 
     source, sink = host.experience_source(), host.sample_sink()
-    intake = Intake(source, replay, world.limiter, actors=ACTORS, streams_per_actor=STREAMS)
+    intake = Intake(source, replay, world.limiter, streams_per_actor=STREAMS)
     replay.ledger.on_evict = tell
     Witness(replay, world.updates)
     server = ReplayServer(replay, intake, source, sink, host.metrics("replay"), method="stratified")

@@ -388,7 +388,7 @@ class System:
             "free": ledger.free_slots,
             "live": ledger.live,
             "quarantined": ledger.quarantined,
-            "granted": [slot for held in self.intake.granted for slot in held],
+            "granted": [slot for held in self.intake.granted.values() for slot in held],
         }
         assert sorted(itertools.chain(*places.values())) == list(range(len(rows)))
         assert ledger.counts == {place: len(slots) for place, slots in places.items()}
@@ -403,7 +403,7 @@ class System:
         for slot in places["live"]:
             drawable[slot, : rows[slot, COUNT]] = True
         assert np.array_equal(leaves > 0, drawable)
-        for actor, held in enumerate(self.intake.granted):
+        for actor, held in self.intake.granted.items():
             role = self.roles.get(f"actor {actor}")
             if role is not None:
                 assert set(self.builders[actor].held.tolist()) <= held

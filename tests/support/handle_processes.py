@@ -31,7 +31,7 @@ def play(seed, writer, *, steps=STEPS):
         obs, reward, terminated, truncated, last, begun = env.step()
         action = 1_000_000 * seed + 1000 * step + np.arange(STREAMS)
         mask = rng.random((STREAMS, 2)).astype(np.float32)
-        priority = 1.0 + rng.random(STREAMS)
+        priority = rng.integers(1, 1000, STREAMS) / 64  # as float32 too
         if writer is not None:
             writer.add(
                 action=action, reward=reward, next_obs=obs, terminated=terminated,
@@ -62,7 +62,7 @@ def rows_from(seed, count=200):
         "obs": stacks[:count], "action": 1_000_000 * seed + np.arange(count),
         "mask": rng.random((count, 2)).astype(np.float32), "reward": rng.normal(size=count),
         "next_obs": stacks[3 : count + 3], "terminated": rng.random(count) < 0.1,
-        "priorities": 1.0 + rng.random(count),
+        "priorities": rng.integers(1, 1000, count) / 64,
     }  # fmt: skip
     expected = [
         (rows["obs"][i], (rows["action"][i], rows["mask"][i], rows["priorities"][i]),

@@ -125,7 +125,7 @@ def make_intake(source: Any, replay: ReplayCore, actors: int) -> Intake:
         samples_per_insert=0, min_size_to_sample=1, tolerance=0, batch=1,
         grant=streams * layout.chunk, capacity=layout.capacity,
     )  # fmt: skip
-    return Intake(source, replay, limits, actors=actors, streams_per_actor=streams)
+    return Intake(source, replay, limits, streams_per_actor=streams)
 
 
 def goes_on(script: str) -> bool:

@@ -345,7 +345,8 @@ def add_kernel(
             w.completed += 1
             # STEP row-written
             stream.rows += 1
-        headers[stream.slot * HEADER_WORDS + COUNT] = stream.rows
+        # SYNC row-counted: the row is whole -> the owner's look for new rows (ledger.py)
+        store_release(headers, stream.slot * HEADER_WORDS + COUNT, stream.rows)
         if done:
             _shift(done, w, stream, state, reals, private)
         if flags[i] & END:

@@ -3,7 +3,8 @@
     free --grant--> granted --commit--> committed --accept--> live --evict--> evicted --> free
     replay          an actor's          replay's              replay's        quarantine
 
-(A writer in the replay's own process fills a slot that is live from the start: `open`, `close`.)
+A writer of the library fills a slot that is live from the start (`open`, `close`), and its rows can
+be drawn as they come. If it is in another process, `new_rows` finds them by the header's count.
 Each move ends with one store to the header's state. So the headers are complete at every moment,
 also after the replay dies. docs/ring_protocol.md lists the steps and the effect of a death at each
 step; tests/stress/slots.pml is the model.
@@ -32,7 +33,7 @@ from zapex.chunks.layout import (
     STATE,
 )
 from zapex.chunks.store import ChunkStore, set_state_kernel
-from zapex.machine.atomics import fence_release, store_release
+from zapex.machine.atomics import fence_release, load_acquire, store_release
 from zapex.machine.jit import kernel
 
 
@@ -55,6 +56,21 @@ def _open_kernel(headers: Any, slot: int, commit_sequence: int) -> None:
         headers[header + word] = 0
     headers[header + COMMIT_SEQUENCE] = commit_sequence
     store_release(headers, header + STATE, LIVE)
+
+
+@kernel
+def _new_rows_kernel(slots: Any, headers: Any, chunk: int, taken: Any, indices: Any) -> int:
+    count = 0
+    for slot in slots:
+        place = slot * HEADER_WORDS + COUNT
+        rows = load_acquire(headers, place)  # SYNC row-counted
+        if not taken[slot] <= rows <= chunk:  # no writer of ours does that
+            rows = headers[place] = taken[slot]
+        for row in range(taken[slot], rows):
+            indices[count] = slot * chunk + row
+            count += 1
+        taken[slot] = rows
+    return count
 
 
 class SlotLedger:
@@ -82,8 +98,9 @@ class SlotLedger:
         self.live_transitions = int(rows[live, COUNT].sum())
         # Called before a slot's bytes may change.
         self.on_evict: Callable[[int], None] | None = None
-        # For each slot, how many rows its writer process announced as whole; -1: no such writer.
-        self.announced = np.full(store.slots, -1, np.int64)
+        # For each slot that another process fills: how many rows `new_rows` returned. Else -1.
+        self.taken = np.full(store.slots, -1, np.int64)
+        self._filled_elsewhere = np.empty(0, np.int64)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -154,19 +171,34 @@ class SlotLedger:
         self.live_transitions += count
         return count
 
-    def open(self) -> int:
+    def open(self, *, elsewhere: bool = False) -> int:
         """Make a free slot live, to be filled; it is not evicted before `close`. Returns the slot.
 
-        Its rows can be drawn as COUNT grows. The writer adds them to `live_transitions`.
+        Its rows can be drawn as COUNT grows. The caller adds them to `live_transitions`.
+        elsewhere: another process fills it, so `new_rows` returns them.
         """
         slot: int = self._free.popleft()
         # The stamp places the slot in the FIFO even if this process dies before `close`.
         _open_kernel(self.store.headers, slot, self.next_commit)
         self.next_commit += 1
+        if elsewhere:
+            self._fill_elsewhere(slot, 0)
         return slot
+
+    def new_rows(self) -> NDArray[np.int64]:
+        """Indices of the rows that other processes have written since the last call."""
+        chunk, slots = self.store.layout.chunk, self._filled_elsewhere
+        indices = np.empty(len(slots) * chunk, np.int64)
+        return indices[: _new_rows_kernel(slots, self.store.headers, chunk, self.taken, indices)]
+
+    def _fill_elsewhere(self, slot: int, taken: int) -> None:
+        self.taken[slot] = taken
+        self._filled_elsewhere = np.flatnonzero(self.taken >= 0)
 
     def close(self, slot: int) -> None:
         """End the filling of an open slot: from now on it can be evicted."""
+        if self.taken[slot] >= 0:
+            self._fill_elsewhere(slot, -1)
         self._stamp(slot)
         self._fifo.append(slot)
 
@@ -204,6 +236,8 @@ class SlotLedger:
         """Free granted slots that no actor will fill (the actor is gone). Returns how many."""
         taken = 0
         for slot in slots:
+            if self.taken[slot] >= 0:
+                self._fill_elsewhere(slot, -1)
             set_state_kernel(self.store.headers, slot, FREE)
             # STEP slot-reclaimed
             self._free.append(slot)

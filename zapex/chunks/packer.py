@@ -24,7 +24,7 @@ from zapex.chunks.rows import (
 )
 from zapex.chunks.store import ChunkStore
 from zapex.errors import ConfigError
-from zapex.machine.atomics import compare_bytes, record_at
+from zapex.machine.atomics import compare_bytes, record_at, store_release
 from zapex.machine.jit import kernel
 from zapex.machine.memory import places
 
@@ -189,7 +189,8 @@ def pack_kernel(
         put_numbers(w, mem32, body, row, reward[b], follows, magnitudes[b])
         indices[b] = w.slot * w.chunk + row
         w.rows = row + 1
-        headers[w.slot * HEADER_WORDS + COUNT] = row + 1
+        # SYNC row-counted: the row is whole -> the owner's look for new rows (ledger.py)
+        store_release(headers, w.slot * HEADER_WORDS + COUNT, row + 1)
         b += 1
     if b > start:
         keys_kernel(indices[start:b], headers, w.chunk, shard, keys[start:b])

@@ -13,6 +13,7 @@ An eviction increments the generation, so older keys are no longer valid. The sl
 quarantine until the learner has released all answers that were issued before.
 
     SYNC chunk-whole: commit (release state)       -> accept (acquire state)
+    SYNC row-counted: add (release count)          -> the owner's new rows (acquire count)
     SYNC row-whole:   evict (release generation)   -> gather (copy; acquire fence; generation again)
 """
 
@@ -112,23 +113,23 @@ class ChunkStore:
 
     def column(self, slot: int, name: str) -> NDArray[Any]:
         """A section of a slot's chunk as an array (a view)."""
-        of_all = self._columns.get(name)
-        if of_all is None:
-            of_all = self._columns[name] = self._column_of_all(name)
-        row: NDArray[Any] = of_all[slot]
+        row: NDArray[Any] = self.columns(name)[slot]
         return row
 
-    def _column_of_all(self, name: str) -> NDArray[Any]:
-        """A section of every slot: (slots, *shape). A row of it is made faster than a new view."""
-        section = self.layout.sections[name]
-        inner = np.empty(section.shape, section.dtype).strides
-        return np.ndarray(
-            (self.slots, *section.shape),
-            section.dtype,
-            self.mem,
-            self.bodies_offset + section.offset,
-            (self.layout.body_bytes, *inner),
-        )
+    def columns(self, name: str) -> NDArray[Any]:
+        """A section of every slot: (slots, *shape), a view."""
+        of_all = self._columns.get(name)
+        if of_all is None:
+            section = self.layout.sections[name]
+            inner = np.empty(section.shape, section.dtype).strides
+            of_all = self._columns[name] = np.ndarray(
+                (self.slots, *section.shape),
+                section.dtype,
+                self.mem,
+                self.bodies_offset + section.offset,
+                (self.layout.body_bytes, *inner),
+            )
+        return of_all
 
     def state(self, slot: int) -> int:
         """The state of a slot, with acquire semantics."""

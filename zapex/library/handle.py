@@ -2,7 +2,7 @@
 
 A client's link is a segment that the owner makes for it, with three rings:
 
-    commits    client -> owner    rows that are whole, and slots that are full
+    commits    client -> owner    slots that are full
     requests   client -> owner    one at a time; an update's rows are in the section `rows`
     answers    owner -> client    one per request; a draw is in `rows`, and text in `text`
 
@@ -28,7 +28,6 @@ from zapex.replay.draw import Draw
 from zapex.shm_ring import ShmRing
 
 MOST_ROWS = 1 << 15  # in one request; a larger update is split
-MANY_COMMITS = 1024  # this many commits wake the owner
 TEXT_BYTES = 4096
 BELL_BYTES = 128
 
@@ -36,13 +35,17 @@ REQUEST = np.dtype([("kind", np.int64), ("rows", np.int64), ("option", np.int64)
 """kind: a Request. option: for SAMPLE, 2 * method + (by memory)."""
 ANSWER = np.dtype([("error", np.int64), ("a", np.int64), ("b", np.int64)])
 """error: 0, or 1 + its index in TELLABLE. a, b: two counts; the request defines them."""
-COMMIT = np.dtype([("index", np.int64), ("magnitude", np.float64)])
-"""A row (slot * chunk + offset) and its |priority|, -1 for none; or a full slot as -1 - slot."""
+
+_COMMITS = 1024  # full slots; to ask for another slot lets the owner take them
 
 DESCRIPTORS = ("memory", "link", "event", "bell", "bell_event")
 """The descriptors that an owner sends to a new client."""
 
-_RINGS = {"requests": (2, REQUEST), "answers": (2, ANSWER), "commits": (4096, COMMIT)}
+_RINGS = {
+    "requests": (2, REQUEST),
+    "answers": (2, ANSWER),
+    "commits": (_COMMITS, np.dtype(np.int64)),
+}
 _SECTIONS, LINK_BYTES = lay_out(
     [
         ("sleeping", (1,), np.int64),

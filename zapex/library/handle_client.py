@@ -22,10 +22,8 @@ from zapex.errors import PeerDied, PeerError, PeerTimeout, told
 from zapex.library.client import Answer, ProcessLock, ReplayClient
 from zapex.library.handle import (
     BELL_BYTES,
-    COMMIT,
     DESCRIPTORS,
     LINK_BYTES,
-    MANY_COMMITS,
     MOST_ROWS,
     REQUEST,
     Handle,
@@ -35,13 +33,11 @@ from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS, Draw
-from zapex.shm_ring import FULL
 from zapex.sumtree_numba import Method
 from zapex.wire.messages import Request
 
 _LOOK_S = 0.1  # between two checks that the owner lives, for calls that do not wait
 _MAP_STEP_BYTES = 16 << 20
-_FULL_RING_S = 1e-3  # between two checks of a full ring
 
 
 def _map_slowly(memory: NDArray[np.uint8]) -> None:
@@ -215,18 +211,22 @@ class HandleLink:
 
     def reserve_streams(self, streams: int) -> None:
         """Announce `streams` more streams, each with a slot. Raises ConfigError."""
-        self.ask(Request.RESERVE, streams)
+        self.ask(Request.STREAMS, self._streams + streams)
         self._streams += streams
 
-    def release_streams(self, streams: int) -> None:
-        """Announce streams that open no more chunks; after the last stream the link is closed."""
-        self.ask(Request.RELEASE, streams)
+    def release_streams(self, streams: int, slots: NDArray[np.int64]) -> None:
+        """Announce streams that open no more chunks; after the last stream the link is closed.
+
+        Then the owner takes back all slots.
+        """
         self._streams -= streams
+        self.ask(Request.STREAMS, self._streams)
         if not self._streams:
             self.close()
 
     def admit(self, rows: int) -> None:
         """Wait until the limiter admits `rows` transitions. Raises ReplayError at the deadline."""
+        self._check()  # once the link has ended, its slots may be another writer's
         if self._limited:
             self.ask(Request.ADMIT, rows)
 
@@ -240,28 +240,18 @@ class HandleLink:
         magnitudes: NDArray[np.float64],
         closed: NDArray[np.int64],
     ) -> None:
-        """Announce whole rows (R,) of open slots, |priorities| (-1: none), and `closed` slots."""
+        """Announce `closed` slots; the owner finds whole rows by the headers of the open ones."""
         self._check()
-        records = np.empty(len(indices) + len(closed), COMMIT)
-        records["index"] = np.concatenate([indices, -1 - closed])
-        records["magnitude"][: len(indices)] = magnitudes
-        most = self._commits.ring.capacity // 2
-        for first in range(0, len(records), most):
-            self._tell(records[first : first + most])
-
-    def _tell(self, records: NDArray[np.void]) -> None:
-        if self._commits.try_claim(len(records)) == FULL:
-            self._wait(
-                lambda: self._commits.try_claim(len(records)) != FULL, self._timeout_s, _FULL_RING_S
-            )
-        self._commits.try_offer(records)
-        if self._limited or self._commits.ring.used >= MANY_COMMITS:
+        most = self._commits.ring.capacity
+        for first in range(0, len(closed), most):
+            some = closed[first : first + most]
+            if not self._commits.try_offer(some):
+                self.ask(
+                    Request.STREAMS, self._streams
+                )  # the owner takes them in before it answers
+                self._commits.try_offer(some)
+        if self._limited:  # others may wait for these rows
             self._owner.wake()
-
-    def give_back(self, slots: NDArray[np.int64]) -> None:
-        """Return open slots without a row."""
-        for slot in slots.tolist():
-            self.ask(Request.GIVE_BACK, slot)
 
     def settle(self) -> None:
         """Nothing to do: the owner takes in commits before it answers a request."""

@@ -1,13 +1,13 @@
 """The owner's end of `replay.handle`: takes rows in, answers, frees slots of dead clients.
 
 One daemon thread reads the links' rings, and sleeps on an eventfd and their sockets. It reads
-requests before commits and answers them after the commits. So a client sees the rows that it
-committed before, and those of other processes that it knows of. A small number of commits does not
-wake the thread. Every call whose result depends on them, also the owner's, takes them in first.
+requests before it takes in what clients have written, and answers them after that. So a client sees
+the rows that it wrote before, and those of other processes that it knows of. Rows do not wake the
+thread. Every call whose result depends on them, also the owner's, takes them in first.
 
-The client that asked for a slot fills it in place; its rows can be drawn as soon as their commits
-are taken in. When a client dies, its committed rows stay. Its slot then counts as full, or is free
-again if it has no row.
+The client that asked for a slot fills it in place. The slot's header counts its whole rows, so
+nothing has to be sent for a row. A Reclaimer takes over full slots. When a client dies, its rows
+stay: its slot then counts as full, or is free again if it has no row.
 """
 
 import contextlib
@@ -20,27 +20,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from zapex.chunks.layout import COUNT
 from zapex.errors import NotEnoughData, PeerError, ReplayError, ZapexError, tell
 from zapex.library.handle import (
     ANSWER,
     BELL_BYTES,
     DESCRIPTORS,
     LINK_BYTES,
-    MANY_COMMITS,
     MOST_ROWS,
     Handle,
     LinkMemory,
 )
-from zapex.machine.jit import kernel
 from zapex.machine.segment import Populator, Segment, peer_of, send_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS
+from zapex.roles.intake import Reclaimer
 from zapex.shm_ring import RingConsumer, RingProducer
+from zapex.transport import Incarnation
 from zapex.wire.messages import Request
 
 if TYPE_CHECKING:
@@ -53,10 +53,9 @@ class OwnerLink:
     def __init__(self, number: int, connection: socket.socket, pid: int) -> None:
         """pid: the client's process; 0: not visible from here. Raises OSError."""
         self.number, self.connection = number, connection
-        self.streams = self.slots = 0
+        self.streams = 0
         self.answer = 0  # the number of the last sample until its release
         self.asked_s = 0.0  # when its request began to wait for the limiter; 0: none waits
-        self.is_broken = False  # it sent an invalid record
         with contextlib.ExitStack() as opened:
             self.descriptors = [connection.fileno()]  # become readable when the client ends
             with contextlib.suppress(OSError):  # the client is gone; the socket reports it
@@ -77,10 +76,6 @@ class OwnerLink:
         """Whether a request waits."""
         return self.memory.requests.used > 0
 
-    def has_many_commits(self) -> bool:
-        """Whether enough rows were committed to take them in."""
-        return self.memory.commits.used >= MANY_COMMITS
-
     def holds_answer(self) -> bool:
         """Whether the client may still gather the rows of its last sample."""
         return self.answer > 0 and self.memory.answers.used > 0
@@ -91,33 +86,33 @@ class OwnerLink:
         self._opened.close()
 
 
+_NO_SLOTS = np.empty(0, np.int64)
 _CLOSE_S = 10.0
 _DEFERRED_S = 1e-3  # between two checks of a request that waits for the limiter
 _BREAK_S = 2e-3  # without an answer; then a client that asks again may do so more often
 _SLEEPY_ANSWERS = 8  # answers after which nobody is waited for, since one did not come
-_NO_CLIENT = -1
 
 
-@kernel
-def announce_kernel(records: Any, link: int, chunk: int, holders: Any, announced: Any) -> int:
-    """Count rows and full slots that a client reports. Returns how many records are valid.
+class _Commits:
+    """The commits of all links, for a Reclaimer; `ended`: the numbers of those that have ended."""
 
-    records (R,): COMMIT["index"]. A slot must belong to the link, and its rows must be in order.
-    Counting stops at an invalid record.
-    """
-    for r in range(len(records)):
-        index = records[r]
-        slot = -1 - index if index < 0 else index // chunk
-        if slot >= len(holders) or holders[slot] != link:
-            return r
-        if index < 0:
-            holders[slot] = _NO_CLIENT
-            announced[slot] = -1
-        elif announced[slot] != index - slot * chunk:
-            return r
-        else:
-            announced[slot] += 1
-    return len(records)
+    def __init__(self, links: dict[int, OwnerLink]) -> None:
+        self._links = links
+        self.ended: list[int] = []
+
+    def take_in(self) -> list[Incarnation]:
+        """The links that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        return [Incarnation(number, 0) for number in ended]
+
+    def committers(self) -> list[int]:
+        """The links with full slots."""
+        return [number for number, link in self._links.items() if link.memory.commits.used]
+
+    def committed(self, number: int) -> NDArray[np.int64]:
+        """The full slots that a link has reported since the last call."""
+        link = self._links[number]
+        return link.commits.take(link.memory.commits.capacity)
 
 
 class HandleServer:
@@ -148,7 +143,8 @@ class HandleServer:
         self._waiter.watch(self._listener.fileno())
         self._links: dict[int, OwnerLink] = {}
         self._numbers = 0
-        self._holders = np.full(replay.store.slots, _NO_CLIENT, np.int64)
+        self._commits = _Commits(self._links)
+        self._reclaimer = Reclaimer(self._commits, replay)
         self._answer = np.empty(1, ANSWER)
         self._answered_s, self._asks_soon, self._sleepy = 0.0, False, 0
         self._spin_s = spin_seconds(1, 100e-6)
@@ -158,13 +154,10 @@ class HandleServer:
             Request.UPDATE: self._update,
             Request.STATS: self._stats,
             Request.CAN_SAMPLE: self._can_sample,
-            Request.RESERVE: self._reserve,
-            Request.RELEASE: self._release,
+            Request.STREAMS: self._set_streams,
             Request.ADMIT: self._admit,
             Request.SLOT: self._open_slot,
-            Request.GIVE_BACK: self._take_slot_back,
         }
-        replay.released, replay.catch_up = self._released, self.take_in
         self._populator = Populator(segment)
         self._thread = threading.Thread(target=self._run, name="zapex handle", daemon=True)
         _SERVERS.add(self)
@@ -224,27 +217,24 @@ class HandleServer:
         return False
 
     def _is_ready(self) -> bool:
-        return any(
-            (not link.asked_s and link.has_request()) or link.has_many_commits() or link.is_broken
-            for link in self._links.values()
-        )
+        return any(not link.asked_s and link.has_request() for link in self._links.values())
 
     def _do_work(self) -> None:
         asking = [link for link in self._links.values() if link.has_request()]
         with self._replay.lock:
             self.take_in()
             for link in asking:
-                if not link.is_broken:
-                    self._serve(link)
-            for link in [link for link in self._links.values() if link.is_broken]:
-                self._forget(link)
+                self._serve(link)
 
     def take_in(self) -> None:
-        """Take in all commits of clients; for any thread that holds the replay's lock."""
-        for link in self._links.values():
-            self._take_commits(link)
+        """Take in what clients have written; for any thread that holds the replay's lock."""
+        if self._links:
+            self._replay.take_rows()
+            self._reclaimer.take_in()
+            self._replay.evict_surplus()
 
-    def _released(self) -> int:
+    @property
+    def released(self) -> int:
         """How many answers no client reads from any more, for the quarantine."""
         held = [link.answer for link in self._links.values() if link.holds_answer()]
         return min(held) - 1 if held else self._replay.issued
@@ -260,8 +250,11 @@ class HandleServer:
         # A client is certainly gone: the kernel closed its socket, or its pidfd fired.
         for link in gone:
             with self._replay.lock:
-                self._take_commits(link)
-                self._forget(link)
+                self._end_streams(link)
+                del self._links[link.number]
+            for fd in link.descriptors:
+                self._waiter.forget(fd)
+            link.close()
 
     def _accept(self) -> None:
         try:
@@ -292,21 +285,12 @@ class HandleServer:
         for fd in link.descriptors:
             self._waiter.watch(fd)
 
-    def _forget(self, link: OwnerLink) -> None:
-        replay, ledger = self._replay, self._replay.ledger
-        del self._links[link.number]
-        for fd in link.descriptors:
-            self._waiter.forget(fd)
-        link.close()
-        slots = np.flatnonzero(self._holders == link.number)
-        begun = slots[ledger.announced[slots] > 0]
-        # Rows in the header's count that were not committed may be half written.
-        replay.store.header_rows[begun, COUNT] = ledger.announced[begun]
-        empty = slots[ledger.announced[slots] == 0]
-        self._holders[slots] = ledger.announced[slots] = -1
-        replay.grown(np.empty(0, np.int64), np.empty(0), begun)
-        replay.give_back(empty)
-        replay.release_streams(link.streams)
+    def _end_streams(self, link: OwnerLink) -> None:
+        """Take back the slots of a link that fills none any more."""
+        self._commits.ended.append(link.number)
+        self.take_in()
+        self._replay.release_streams(link.streams, _NO_SLOTS)
+        link.streams = 0
 
     def _hang_up(self) -> None:
         self._listener.close()
@@ -318,23 +302,6 @@ class HandleServer:
         os.close(self._eventfd)
 
     # What clients send.
-
-    def _take_commits(self, link: OwnerLink) -> None:
-        ring = link.memory.commits
-        if link.is_broken or not ring.used:
-            return
-        records = link.commits.take(ring.capacity)
-        replay, ledger = self._replay, self._replay.ledger
-        indices = np.ascontiguousarray(records["index"])
-        right = announce_kernel(
-            indices, link.number, replay.layout.chunk, self._holders, ledger.announced
-        )
-        indices, told = indices[:right], records["magnitude"][:right]
-        rows = indices >= 0
-        full = -1 - indices[~rows]
-        link.slots -= len(full)
-        replay.grown(indices[rows], told[rows], full)
-        link.is_broken = right < len(records)  # a correct client never is
 
     def _serve(self, link: OwnerLink) -> None:
         """Answer a link's request, unless it must wait for the limiter."""
@@ -386,15 +353,13 @@ class HandleServer:
     def _can_sample(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
         return self._replay.can_sample(rows), 0
 
-    def _reserve(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
-        self._replay.reserve_streams(rows)
-        link.streams += rows
-        return 0, 0
-
-    def _release(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
-        rows = min(rows, link.streams)
-        self._replay.release_streams(rows)
-        link.streams -= rows
+    def _set_streams(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
+        self._check_rows(rows)
+        if rows:
+            self._replay.reserve_streams(rows - link.streams)
+            link.streams = rows
+        else:
+            self._end_streams(link)
         return 0, 0
 
     def _admit(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int] | None:
@@ -402,20 +367,12 @@ class HandleServer:
         return None if waits else (0, 0)
 
     def _open_slot(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
-        if link.slots >= link.streams:
+        held = self._reclaimer.granted[link.number]
+        if len(held) >= link.streams:
             raise ReplayError(f"{link.streams} streams may hold one slot each, and all of them do")
-        slot = self._replay.open_slot()
-        link.slots += 1
-        self._holders[slot], self._replay.ledger.announced[slot] = link.number, 0
+        slot = self._replay.open_slot(elsewhere=True)
+        held.add(slot)
         return slot, 0
-
-    def _take_slot_back(self, link: OwnerLink, slot: int, option: int) -> tuple[int, int]:
-        announced = self._replay.ledger.announced
-        if slot in np.flatnonzero(self._holders == link.number) and announced[slot] == 0:
-            self._holders[slot] = announced[slot] = -1
-            link.slots -= 1
-            self._replay.give_back(np.array([slot]))
-        return 0, 0
 
     @staticmethod
     def _check_rows(rows: int) -> None:

@@ -68,8 +68,8 @@ class SlotProvider(Protocol):
     def reserve_streams(self, streams: int) -> None:
         """Announce `streams` more streams, each with a slot. Raises ConfigError."""
 
-    def release_streams(self, streams: int) -> None:
-        """Announce streams that open no more chunks."""
+    def release_streams(self, streams: int, slots: NDArray[np.int64]) -> None:
+        """Announce streams that open no more chunks; give back their open `slots` without a row."""
 
     def admit(self, rows: int) -> None:
         """Wait until the limiter admits `rows` transitions. Raises ReplayError at the deadline."""
@@ -84,9 +84,6 @@ class SlotProvider(Protocol):
         closed: NDArray[np.int64],
     ) -> None:
         """Announce whole rows (R,) of open slots, |priorities| (-1: none), and `closed` slots."""
-
-    def give_back(self, slots: NDArray[np.int64]) -> None:
-        """Return open slots without a row."""
 
     def settle(self) -> None:
         """Wait until all clients can draw what was closed. Raises PeerTimeout."""

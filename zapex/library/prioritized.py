@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from zapex.chunks.arguments import MOST_TIMEOUT_S, whole, within
 from zapex.chunks.batch import Batch
-from zapex.chunks.layout import COUNT, FREE, STATE
+from zapex.chunks.layout import COUNT, FREE, HEADER_WORDS, STATE
 from zapex.chunks.schema import Schema
 from zapex.errors import CheckpointError, ConfigError, NotEnoughData, ReplayError
 from zapex.library.handle import DrawPlace, Handle, check_main_guard
@@ -91,6 +91,9 @@ class OwnedReplay(ReplayCore):
             self._limiter = RateLimiter(limits, committed=len(self))
         self._changed = threading.Condition(self.lock)
         self._streams = 0  # streams with open chunks
+        self.issued = 0  # answers given to clients that gather by themselves
+        self._segment: Segment | None = None
+        self.server: HandleServer | None = None
         _OWNED.add(self)
 
     def can_sample(self, batch_size: int) -> bool:
@@ -154,6 +157,14 @@ class OwnedReplay(ReplayCore):
         self._count_sampled(rows)
         self.issued += 1
 
+    def reprioritise(
+        self, keys: NDArray[np.int64], priorities: NDArray[np.float64]
+    ) -> tuple[int, int]:
+        """As ReplayCore, also for rows that clients have just written."""
+        with self.lock:
+            self.catch_up()
+            return super().reprioritise(keys, priorities)
+
     def _count_sampled(self, batch_size: int) -> None:
         self.sampled += batch_size
         if self._limiter is not None:
@@ -173,9 +184,10 @@ class OwnedReplay(ReplayCore):
             )
         self._streams = wanted
 
-    def release_streams(self, streams: int) -> None:
-        """Announce streams that open no more chunks."""
+    def release_streams(self, streams: int, slots: NDArray[np.int64]) -> None:
+        """Announce streams that open no more chunks; free their open `slots` without a row."""
         self._streams -= streams
+        self.ledger.reclaim(slots.tolist())
 
     def admit(self, rows: int) -> None:
         """Wait until the limiter admits `rows` transitions. Raises ReplayError at the deadline."""
@@ -183,19 +195,14 @@ class OwnedReplay(ReplayCore):
         if limiter is not None:
             self._wait_until(lambda: limiter.can_insert(rows), ReplayError)
 
-    def open_slot(self) -> int:
-        """Get a slot to fill. If none is free, evict the oldest chunk."""
+    def open_slot(self, *, elsewhere: bool = False) -> int:
+        """Get a slot to fill, here or elsewhere. If none is free, evict the oldest chunk."""
         ledger = self.ledger
         if not ledger.free:
-            self.evict_oldest(self.issued)
-            ledger.release(self.released())
+            self._evict()
         if not ledger.free:  # a reader still holds its answer: rows of this slot are torn for it
             ledger.release_oldest()
-        return ledger.open()
-
-    def give_back(self, slots: NDArray[np.int64]) -> None:
-        """Free open slots without a row."""
-        self.ledger.reclaim(slots.tolist())
+        return ledger.open(elsewhere=elsewhere)
 
     def grown(
         self,
@@ -204,25 +211,67 @@ class OwnedReplay(ReplayCore):
         closed: NDArray[np.int64],
     ) -> None:
         """Announce whole rows (R,) of open slots, |priorities| (-1: none), and `closed` slots."""
-        count, ledger = len(indices), self.ledger
-        if count:
-            self._set_leaves(indices, magnitudes)
-            ledger.live_transitions += count
-            self.inserted += count
-            if self._limiter is not None:
-                self._limiter.insert(count)
-                self._limiter.commit(count)
-                self._changed.notify_all()
+        if len(indices):
+            self._add_rows(indices, magnitudes)
         for slot in closed.tolist():
-            ledger.close(slot)
+            self.ledger.close(slot)
+        self.evict_surplus()
+
+    def _add_rows(self, indices: NDArray[np.int64], magnitudes: NDArray[np.float64]) -> None:
+        count = len(indices)
+        self._set_leaves(indices, magnitudes)
+        self.ledger.live_transitions += count
+        self.inserted += count
+        if self._limiter is not None:
+            self._limiter.insert(count)
+            self._limiter.commit(count)
+            self._changed.notify_all()
+
+    def evict_surplus(self) -> None:
+        """Evict the oldest chunks until the capacity is not exceeded; open chunks stay."""
+        ledger = self.ledger
         while ledger.live_transitions > self.layout.capacity and ledger.oldest is not None:
-            self.evict_oldest(self.issued)
-            ledger.release(self.released())
+            self._evict()
+
+    def _evict(self) -> None:
+        self.evict_oldest(self.issued)
+        self.ledger.release(self.issued if self.server is None else self.server.released)
 
     def settle(self) -> None:
         """Nothing to do: closed chunks can be drawn already."""
 
-    # For the server of the handle, and for snapshots.
+    # For other processes.
+
+    @property
+    def handle(self) -> Handle:
+        """What they connect with. The caller holds the lock. Raises as PrioritizedReplay.handle."""
+        if self.server is None or not self.server.serves:
+            if self._segment is None:
+                self._segment = self._share()
+            from zapex.library.handle_server import HandleServer
+
+            self.server = HandleServer(self, self._segment)
+        return self.server.handle
+
+    def catch_up(self) -> None:
+        """Take in what they have written. The caller holds the lock."""
+        if self.server is not None:
+            self.server.take_in()
+
+    def take_rows(self) -> None:
+        """Let rows be drawn that they have written since the last call."""
+        indices = self.ledger.new_rows()
+        if len(indices):
+            magnitudes = self.store.columns("priority")[np.divmod(indices, self.layout.chunk)]
+            self._add_rows(indices, magnitudes.astype(np.float64))
+
+    def accept(self, slot: int) -> int:
+        """Take over a slot that one of them has filled. Returns how many transitions it holds."""
+        if self.ledger.taken[slot] < 0:  # its rows came over a network, all at once
+            return super().accept(slot)
+        self.take_rows()  # the last ones
+        self.ledger.close(slot)
+        return self.store.headers.item(slot * HEADER_WORDS + COUNT)
 
     def insert_waits(self, rows: int) -> str:
         """Why the limiter does not admit `rows` transitions now; "": it does."""
@@ -234,12 +283,8 @@ class OwnedReplay(ReplayCore):
         limiter = self._limiter
         return "" if limiter is None or limiter.can_sample(batch_size) else limiter.explain()
 
-    def share(self) -> Segment:
-        """Move the memory into a segment, at the same addresses.
-
-        Raises ConfigError if the memory is a user's buffer, SharedMemoryError if there is too
-        little.
-        """
+    def _share(self) -> Segment:
+        """Move the memory into a segment, at the same addresses."""
         if not self._owns_memory:
             raise ConfigError(
                 "a handle needs memory that the replay allocates: make the replay without buffer="
@@ -369,8 +414,6 @@ class PrioritizedReplay(ReplayInterface):
             )
         self._extender = Extender(self.core)
         self._saves = Saves()
-        self._segment: Segment | None = None
-        self._server: HandleServer | None = None
 
     def can_sample(self, batch_size: int) -> bool:
         """Whether `sample(batch_size)` would return at once."""
@@ -424,23 +467,17 @@ class PrioritizedReplay(ReplayInterface):
         """
         check_main_guard()
         with self.core.lock:
-            if self._server is None or not self._server.serves:
-                if self._segment is None:
-                    self._segment = self.core.share()
-                from zapex.library.handle_server import HandleServer
-
-                self._server = HandleServer(self.core, self._segment)
-            return self._server.handle
+            return self.core.handle
 
     @property
     def links(self) -> int:
         """Links of clients: one per sampling client, one per extending client, one per writer."""
-        return 0 if self._server is None else self._server.links
+        return 0 if self.core.server is None else self.core.server.links
 
     def close(self) -> None:
         """Stop serving other processes: their next calls raise PeerDied. This one continues."""
         with self.core.lock:
-            server, self._server = self._server, None
+            server = self.core.server
         if server is not None:
             server.close()
 

@@ -186,7 +186,7 @@ class UrlSlots:
     def reserve_streams(self, streams: int) -> None:
         """Nothing to do: the slots were made for these streams."""
 
-    def release_streams(self, streams: int) -> None:
+    def release_streams(self, streams: int, slots: NDArray[np.int64]) -> None:
         """Send the last chunks, and close the link of a closed writer."""
         self.settle()
         self.close()
@@ -247,10 +247,6 @@ class UrlSlots:
         self._sender.offer(closed)
         self._link.link.do_work()
         self._pump()
-
-    def give_back(self, slots: NDArray[np.int64]) -> None:
-        """Return open slots without a row."""
-        self._free.extend(slots.tolist())
 
     def settle(self) -> None:
         """Wait until the replay has all closed chunks. Raises PeerTimeout."""

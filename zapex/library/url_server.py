@@ -399,7 +399,7 @@ def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: in
     )
     handler = CallHandler(server, replay, timeout_s=config.timeout_s)
     source = ZmqExperienceSource(server, replay.store, [handler])
-    intake = Intake(source, replay, limits, actors=config.writers, streams_per_actor=CREDIT)
+    intake = Intake(source, replay, limits, streams_per_actor=CREDIT)
     return Cycle(server, intake, handler, replay)
 
 

@@ -189,8 +189,7 @@ class Writer:
         with self._replay.lock:
             if not self._closed:
                 self.flush()
-                self._replay.give_back(self._builder.held)
-                self._replay.release_streams(self.num_envs)
+                self._replay.release_streams(self.num_envs, self._builder.held)
                 self._closed = True
 
     def __enter__(self) -> Self:

@@ -1,7 +1,6 @@
 """The core of a replay: slots, priorities and keys in one block of memory."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -113,11 +112,6 @@ class ReplayCore:
         self.rng = np.random.default_rng(seed)
         self.inserted = self.sampled = self.updates_applied = self.updates_stale = 0
         self.evicted = 0  # transitions, by this process
-        # Answers given to readers that gather by themselves; how many of them are gathered.
-        self.issued = 0
-        self.released: Callable[[], int] = lambda: 0
-        # Takes in what other processes told; called with the lock held.
-        self.catch_up: Callable[[], object] = lambda: None
         self.lock = threading.RLock()
         # The leaf of a transition without a priority.
         self._largest_leaf = float(self.tree.leaves.max()) or (1.0 + self.eps) ** self.alpha
@@ -246,7 +240,6 @@ class ReplayCore:
         Raises InvalidPriority for NaN or infinity; then nothing has changed.
         """
         with self.lock:
-            self.catch_up()
             applied, stale, largest = reprioritise_kernel(
                 keys, priorities, self.alpha, self.eps, self._slots, self.tree.arrays
             )

@@ -255,8 +255,8 @@ class _Instant:
         self.store = store
         self.headers = store.header_rows.copy()
         # Filled by other processes: the header's count may be ahead.
-        elsewhere = ledger.announced >= 0
-        self.headers[elsewhere, COUNT] = ledger.announced[elsewhere]
+        elsewhere = ledger.taken >= 0
+        self.headers[elsewhere, COUNT] = ledger.taken[elsewhere]
         self.leaves = replay.tree.leaves.copy()
         # The oldest first; open chunks are the newest.
         live = ledger.live

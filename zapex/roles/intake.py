@@ -3,6 +3,7 @@
 This is the one place that reclaims the slots of a dead client.
 """
 
+from collections import defaultdict
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from zapex.chunks.layout import (
     GRANT_SEQUENCE,
     GRANTED,
     INCARNATION,
+    LIVE,
     SEQUENCE,
     STATE,
 )
@@ -22,7 +24,9 @@ from zapex.chunks.ledger import SlotLedger
 from zapex.chunks.store import ChunkStore
 from zapex.replay.core import ReplayLayout
 from zapex.replay.limiter import LimiterConfig, RateLimiter
-from zapex.transport import ExperienceSource
+from zapex.transport import CommitSource, ExperienceSource
+
+_FILLED = (COMMITTED, LIVE)  # LIVE: a slot whose rows could be drawn as they came
 
 
 class Memory(Protocol):
@@ -36,13 +40,80 @@ class Memory(Protocol):
         """Transitions that can be drawn."""
 
     def accept(self, slot: int) -> int:
-        """Take over a committed slot. Returns how many transitions it holds."""
+        """Take over a filled slot. Returns how many transitions it holds."""
 
     def make_room(self, issued: int) -> None:
         """Evict or free slots that are not needed. issued: answers given to the learner."""
 
 
-class Intake:
+class Reclaimer:
+    """Takes over the slots that clients have filled; frees or takes over those of dead clients.
+
+    `granted`: the slots that each client holds. Clients are actors, or links of a replay's handle.
+    """
+
+    def __init__(self, source: CommitSource, replay: Memory) -> None:
+        self._commits, self._replay = source, replay
+        self.granted: defaultdict[int, set[int]] = defaultdict(set)
+        self.inserted = self.refused = 0
+
+    def take_in(self) -> int:
+        """Take over what was committed, and what dead clients left. Returns how much that was."""
+        changed, work = self._commits.take_in(), 0
+        for client in self._commits.committers():
+            for slot in self._commits.committed(client).tolist():
+                self._accept(client, slot)
+                work += 1
+        for started in changed:
+            self._take_back(started.actor, started.incarnation)
+        return work + len(changed)
+
+    def _take_over(self, slot: int) -> int:
+        """Take over a filled slot. Returns its transitions; 0: it is not whole, and free now."""
+        if not 1 <= self._replay.store.header_rows[slot, COUNT] <= self._replay.layout.chunk:
+            self.refused += 1
+            self._replay.ledger.reclaim([slot])
+            return 0
+        count = self._replay.accept(slot)
+        self.inserted += count
+        return count
+
+    def _in_order(self, slots: NDArray[np.int64]) -> list[int]:
+        """Filled slots in the order in which they were filled, incarnation by incarnation."""
+        rows = self._replay.store.header_rows[slots]
+        ordered: list[int] = slots[np.lexsort((rows[:, SEQUENCE], rows[:, INCARNATION]))].tolist()
+        return ordered
+
+    def _accept(self, client: int, slot: int) -> None:
+        # The slot number comes from another process, so it is checked before it is used.
+        if slot not in self.granted[client] or self._replay.store.state(slot) not in _FILLED:
+            self.refused += 1
+            return
+        self.granted[client].discard(slot)
+        self._settle(client, 1, self._take_over(slot))
+
+    def _take_back(self, client: int, incarnation: int) -> None:
+        """Take over what a client's former incarnations filled; free their other slots.
+
+        An incarnation is reported only when the former one is certainly dead.
+        """
+        store = self._replay.store
+        rows, granted = store.header_rows, self.granted[client]
+        former = (s for s in granted if not incarnation or rows[s, INCARNATION] != incarnation)
+        left = sorted(former)
+        filled = [s for s in left if store.state(s) in _FILLED and rows[s, COUNT]]
+        for slot in self._in_order(np.array(filled, np.int64)):
+            self._accept(client, slot)
+        unpublished = granted.intersection(left)
+        granted -= unpublished
+        self._replay.ledger.reclaim(sorted(unpublished))
+        self._settle(client, len(unpublished), 0)
+
+    def _settle(self, client: int, slots: int, transitions: int) -> None:
+        """Called when a client holds some slots less, which brought these transitions."""
+
+
+class Intake(Reclaimer):
     """Takes over committed chunks and grants free slots; `do_work()` handles all that have come.
 
     An actor of S streams gets S slots whenever it holds fewer than S, so it never holds more than
@@ -60,19 +131,17 @@ class Intake:
         replay: Memory,
         limiter: LimiterConfig,
         *,
-        actors: int,
         streams_per_actor: int,
     ) -> None:
-        self._source, self._replay = source, replay
+        super().__init__(source, replay)
+        self._source = source
         self._streams = streams_per_actor
         self._chunk = replay.layout.chunk
         self.charge = self._streams * self._chunk  # transitions that one grant may bring
-        self._incarnations = [0] * actors
-        self._last_grant = [0] * actors
+        self._incarnations: defaultdict[int, int] = defaultdict(int)
+        self._last_grant: defaultdict[int, int] = defaultdict(int)
         self._grants = 0
-        self.granted: list[set[int]] = [set() for _ in range(actors)]  # slots that each actor holds
         self.waiting: set[int] = set()  # living actors that hold fewer slots than a full credit
-        self.inserted = self.refused = 0
         rows = replay.store.header_rows
         # Read all states once. A slot that is committed after this counts as granted here, and its
         # commit comes through the actor's link.
@@ -85,22 +154,12 @@ class Intake:
                 self.granted[actor].add(slot)
             else:  # its state was stored, and the replay died before the grant was sent
                 replay.ledger.reclaim([slot])
-        granted = self._chunk * sum(map(len, self.granted))
+        granted = self._chunk * sum(map(len, self.granted.values()))
         self.limiter = RateLimiter(limiter, committed=len(replay), granted=granted)
 
     def do_work(self, issued: int, released: int) -> int:
         """Take over, evict, grant. issued, released: the learner's answers given, and read."""
-        work = 0
-        changed = self._source.take_in()
-        for actor in self._source.committers():
-            for slot in self._source.committed(actor).tolist():
-                self._accept(actor, slot)
-                work += 1
-        for started in changed:
-            self._incarnations[started.actor] = started.incarnation
-            self._take_back(started.actor, started.incarnation)
-            self._look_at_credit(started.actor)
-            work += 1
+        work = self.take_in()
         self._replay.make_room(issued)
         work += self._replay.ledger.release(released)
         # The actor that waits longest is first: else a fast one could use all of the room.
@@ -108,6 +167,15 @@ class Intake:
         for actor in waiting:
             work += self._grant(actor)
         return work
+
+    def _take_back(self, client: int, incarnation: int) -> None:
+        self._incarnations[client] = incarnation
+        super()._take_back(client, incarnation)
+
+    def _settle(self, client: int, slots: int, transitions: int) -> None:
+        self.limiter.commit(transitions)
+        self.limiter.refund(slots * self._chunk - transitions)
+        self._look_at_credit(client)
 
     def _look_at_credit(self, actor: int) -> None:
         """Note whether an actor waits, after its slots or its incarnation have changed."""
@@ -124,48 +192,6 @@ class Intake:
     def _has_room(self) -> bool:
         """Whether one more actor can be granted a full credit."""
         return self.has_slots and self.limiter.can_insert(self.charge)
-
-    def _take_over(self, slot: int) -> int:
-        """Take over a committed slot. Returns its transitions; 0: it is not whole, and free now."""
-        if not 1 <= self._replay.store.header_rows[slot, COUNT] <= self._chunk:
-            self.refused += 1
-            self._replay.ledger.reclaim([slot])
-            return 0
-        count = self._replay.accept(slot)
-        self.inserted += count
-        return count
-
-    def _in_order(self, slots: NDArray[np.int64]) -> list[int]:
-        """Committed slots in the order in which they were filled, incarnation by incarnation."""
-        rows = self._replay.store.header_rows[slots]
-        ordered: list[int] = slots[np.lexsort((rows[:, SEQUENCE], rows[:, INCARNATION]))].tolist()
-        return ordered
-
-    def _accept(self, actor: int, slot: int) -> None:
-        # The slot number comes from another process, so it is checked before it is used.
-        if slot not in self.granted[actor] or self._replay.store.state(slot) != COMMITTED:
-            self.refused += 1
-            return
-        self.granted[actor].discard(slot)
-        self._look_at_credit(actor)
-        count = self._take_over(slot)
-        self.limiter.commit(count)
-        self.limiter.refund(self._chunk - count)
-
-    def _take_back(self, actor: int, incarnation: int) -> None:
-        """Take over whole chunks of an actor's former incarnations; free their other slots.
-
-        An incarnation is reported only when the former one is certainly dead.
-        """
-        rows = self._replay.store.header_rows
-        left = [s for s in self.granted[actor] if rows[s, INCARNATION] != incarnation]
-        whole = [s for s in left if self._replay.store.state(s) == COMMITTED]
-        for slot in self._in_order(np.array(whole, np.int64)):
-            self._accept(actor, slot)
-        unpublished = self.granted[actor].intersection(left)
-        self.granted[actor] -= unpublished
-        self._replay.ledger.reclaim(sorted(unpublished))
-        self.limiter.refund(self._chunk * len(unpublished))
 
     def _grant(self, actor: int) -> int:
         """Grant a full credit to an actor, or nothing."""

@@ -202,7 +202,6 @@ def make_relay(start: Start) -> LinkedRole:
         source,
         outbox,
         run.relay_limiter,
-        actors=plan.actors,
         streams_per_actor=plan.envs_per_actor,
     )
     blocks = {n: host.metrics(f"actor {i}") for i, n in enumerate(membership.numbers)}

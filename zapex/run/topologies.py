@@ -235,7 +235,6 @@ def make_replay(
         source,
         replay,
         start.run.limiter,
-        actors=plan.actors,
         streams_per_actor=plan.envs_per_actor,
     )
     method = start.run.config.replay.sampling

@@ -451,11 +451,9 @@ class Request(IntEnum):
     CAN_SAMPLE = 3  # of `rows`
     # Over a network only; the requests below it only on this host.
     KEYS = 4  # of the chunk (actor `rows`, incarnation, `option`)
-    RESERVE = 5  # `rows` more streams
-    RELEASE = 6  # `rows` streams
-    ADMIT = 7  # wait until `rows` transitions may come in
-    SLOT = 8
-    GIVE_BACK = 9  # slot `rows`
+    STREAMS = 5  # the link has `rows` streams now; 0: all its slots are taken back
+    ADMIT = 6  # wait until `rows` transitions may come in
+    SLOT = 7
 
 
 PRESENT = struct.Struct("<dqd")
