@@ -19,9 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.support import fake_run
 from tests.support.browser import WAIT_MS, browser_page, needs_chromium, needs_playwright
 from zapex.errors import ConfigError, PeerError
-from zapex.watch import visdom
-from zapex.watch.recorders import PAPERS, JsonLines, TensorBoard
-from zapex.watch.visdom import Visdom, check
+from zapex.watch import recorders
+from zapex.watch.recorders import PAPERS, JsonLines, TensorBoard, Visdom, check_visdom
 
 TAGS = ("actors/episodic_return_0", "actors/episodic_return_1", "replay/live", "losses/td_loss")
 
@@ -96,7 +95,7 @@ def test_a_browser_shows_scores_of_every_actor_memory_and_loss_and_new_ones_as_t
         page.goto(f"{url}#custom_scalars")
         for title in PAPERS:
             page.get_by_text(title, exact=True).first.wait_for()
-        page.get_by_text("Matches (2)").wait_for()  # two actors
+        page.get_by_text("Matches (3)").wait_for()  # two actors, and the mean of all
         tags = "|".join(f"^{tag}$" for tag in TAGS)
         page.goto(f"{url}?tagFilter={tags}#timeseries")
         wait_until_shown(page, first)
@@ -128,7 +127,7 @@ def visdom_server(tmp_path, port=0):
         deadline = time.monotonic() + 60
         while True:
             try:
-                check(url)
+                check_visdom(url)
                 break
             except ConfigError:
                 assert time.monotonic() < deadline
@@ -144,7 +143,7 @@ needs_visdom = pytest.mark.skipif(
 
 def windows(url, name="run"):
     """Title -> line -> (x, y), as the server gives it."""
-    stored = json.loads(visdom._post(url, ("win_data", json.dumps({"eid": name, "win": None}))))
+    stored = json.loads(recorders.post(url, "win_data", json.dumps({"eid": name, "win": None})))
     return {
         title: {line["name"]: (line["x"], line["y"]) for line in window["content"]["data"]}
         for title, window in stored.items()
@@ -163,10 +162,10 @@ def test_visdom_has_the_score_of_every_actor_the_memory_and_the_loss(tmp_path):
     steps = [line["steps"] for line in metrics]
     live = [line["replay/live"] for line in metrics]
     loss = [line["losses/td_loss"] for line in metrics]
-    assert found["transitions in memory"] == {"transitions": (steps, live)}
-    assert found["Q loss"] == {"TD loss": (steps, loss)}
+    assert found["transitions in memory"] == {"replay/live": (steps, live)}
+    assert found["Q loss"] == {"losses/td_loss": (steps, loss)}
     scores = found["score of every actor"]
-    assert scores.keys() == {"actor 0", "actor 1", "mean of all"}
+    assert scores.keys() == {*TAGS[:2], "charts/episodic_return_last100"}
     assert all(len(y) > 30 and max(y) > 10 for _, y in scores.values())
 
 
@@ -192,7 +191,7 @@ def test_a_restarted_visdom_server_has_the_whole_run(tmp_path):
             monitor.tick()
             time.sleep(0.05)
         snapshot = monitor.close()
-        steps, live = windows(url)["transitions in memory"]["transitions"]
+        steps, live = windows(url)["transitions in memory"]["replay/live"]
     assert steps[0] == 8250
     assert steps[-1] == snapshot.totals["steps"]
     assert steps == sorted(steps)
@@ -204,7 +203,7 @@ def test_a_restarted_visdom_server_has_the_whole_run(tmp_path):
 
 
 def test_a_visdom_server_that_hangs_delays_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("zapex.watch.visdom._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("zapex.watch.recorders.VISDOM_TIMEOUT_S", 0.5)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -229,7 +228,7 @@ def test_a_visdom_server_that_hangs_delays_nothing(tmp_path, monkeypatch):
 def test_a_visdom_server_that_answers_byte_by_byte_delays_the_end_for_two_timeouts(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("zapex.watch.visdom._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("zapex.watch.recorders.VISDOM_TIMEOUT_S", 0.5)
     ended = threading.Event()
 
     class Slow(http.server.BaseHTTPRequestHandler):
@@ -264,12 +263,12 @@ def sent(monkeypatch):
     """The windows that a Visdom server would get: title -> the last message."""
     windows = {}
 
-    def post(url, *messages):
-        found = [json.loads(text) for _, text in messages]
-        windows.update((message["win"], message) for message in found)
-        return ""
+    def post(url, endpoint, text):
+        message = json.loads(text)
+        windows[message["win"]] = message
+        return b""
 
-    monkeypatch.setattr("zapex.watch.visdom._post", post)
+    monkeypatch.setattr("zapex.watch.recorders.post", post)
     return windows
 
 
@@ -311,5 +310,5 @@ def test_another_server_is_refused_before_the_run():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         with pytest.raises(ConfigError, match=url):
-            check(url)
+            check_visdom(url)
         server.shutdown()

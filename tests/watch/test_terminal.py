@@ -19,6 +19,7 @@ from tests.support import fake_run
 from zapex.watch.terminal import (
     LivePicture,
     PlainLines,
+    _percent,
     clock,
     count,
     draw,
@@ -83,16 +84,73 @@ def test_everything_is_there_at_80_columns_and_23_rows():
         assert wanted in text, wanted
 
 
-@pytest.mark.parametrize("width", range(80, 125))
+@pytest.mark.parametrize("width", range(20, 125))
 def test_a_fact_is_shown_whole_or_not_at_all(width):
     evicted = {**SNAPSHOT.learner, "torn_rows": 222.0}
     whole = texts(draw(dataclasses.replace(SNAPSHOT, learner=evicted), 300, 30))
     shown = texts(draw(dataclasses.replace(SNAPSHOT, learner=evicted), width, 30))
     for label in ("speed", "evaluated", "learner", "machine"):
-        *_, line = (line for line in shown if line.startswith(f" {label}"))
+        *_, line = (line.rstrip() for line in shown if line.startswith(f" {label}"))
         *_, all_of_it = (line for line in whole if line.startswith(f" {label}"))
-        assert all_of_it == line or all_of_it.startswith(f"{line}   "), line
+        assert all_of_it == line or all_of_it.startswith(f"{line}  "), line
     assert ("222 rows" in "".join(shown)) == (width >= 104)
+
+
+@pytest.mark.parametrize("width", range(20, 125))
+def test_a_number_is_never_under_another_name(width):
+    """At 60 columns the last cell once read "wait 70%", of which 70 % were the cpu's."""
+    views = [dataclasses.replace(view, cpu_cores=0.77) for view in SNAPSHOT.roles]
+    head, *rows = texts(draw(dataclasses.replace(SNAPSHOT, roles=tuple(views)), width, 23))[3:8]
+    named = set()
+    for row, view in zip(rows, views, strict=True):
+        assert row.split()[-1] == ("77%" if width < 100 else "MB")
+        assert head.split()[-1] == ("cpu" if width < 100 else "memory")
+        found = dict(
+            re.findall(
+                r"(?<= )(pull|push|compute|wait|sample|set|insert|update) +([\d.]+)(?=  )", row
+            )
+        )
+        assert found.items() <= {n: _percent(share) for n, share in view.shares.items()}.items()
+        named |= {len(found)} if view.role in ("actor", "learner", "replay") else set()
+    assert len(named) == 1, "a column is there in all rows or in none"
+
+
+def test_a_title_is_not_cut_at_80_columns():
+    facts = dataclasses.replace(SNAPSHOT.facts, part="actors of the replay at tcp://10.0.0.1:7711")
+    title = texts(draw(dataclasses.replace(SNAPSHOT, facts=facts), 80, 23))[0]
+    assert " zapex  ALE/Breakout-v5 · laptop · 16 streams   " in title
+    assert title.endswith(" of 10:00 ")
+
+
+def test_a_large_terminal_shows_a_chart_of_the_return():
+    history = tuple(float(i) for i in range(100))
+    returns = dataclasses.replace(SNAPSHOT.returns, greedy_history=history)
+    shown = dataclasses.replace(SNAPSHOT, returns=returns)
+    lines = texts(draw(shown, 200, 49))
+    at = next(i for i, line in enumerate(lines) if "over the whole run" in line) + 1
+    rows = [line for line in lines[at:] if "█" in line]
+    assert len(rows) >= 8
+    assert rows[0].split()[0] == "99.0"
+    assert rows[-1].split()[0] == "0.00"
+    assert [row.count("█") for row in rows] == sorted(row.count("█") for row in rows)
+    assert not any("█████" in line for line in texts(draw(shown, 80, 23)))
+
+
+def test_an_ascii_stream_gets_the_closing_lines(finished):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_lines(summary(finished, "over"), stream=out)
+    PlainLines(out).show(finished)
+    assert b" ? " in out.buffer.getvalue()
+
+
+def test_stored_text_cannot_move_the_cursor(finished):
+    facts = dataclasses.replace(finished.facts, environment="x\x1b[2J", resume="y\x1b[2J")
+    hostile = dataclasses.replace(finished, facts=facts, waiting=("\x1b[2J",))
+    out = Terminal()
+    print_lines(summary(hostile, "\x1b[2J"), stream=out)
+    PlainLines(out).show(hostile)
+    shown = out.getvalue() + "".join(texts(draw(hostile, 80, 40)))
+    assert "\x1b[2J" not in shown
 
 
 def test_small_shares_of_a_core_have_a_decimal():
@@ -152,7 +210,7 @@ def test_messages_cannot_move_the_cursor():
     _, monitor = fake_run.started()
     monitor.message("Traceback\n\x1b[2J\tboom")
     lines = texts(draw(monitor.look(), 80, 40))
-    assert any("Traceback  [2J boom" in line for line in lines)
+    assert any("Traceback ?[2J\tboom" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     from zapex.config import places
     from zapex.config.layers import explain
     from zapex.run import directory, preflight
-    from zapex.watch import visdom
+    from zapex.watch import recorders
     from zapex.watch.terminal import print_table
 
     config = run.config
@@ -385,7 +385,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     if part.learns and config.run.track and find_spec("wandb") is None:
         raise ConfigError('--track needs wandb: pip install "zapex[wandb]"')
     if part.learns and config.run.visdom:
-        visdom.check(config.run.visdom)
+        recorders.check_visdom(config.run.visdom)
     preflight.demand(findings(run, part))
     _remember(config)
     gpu = run.machine.gpu

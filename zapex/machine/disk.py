@@ -57,15 +57,6 @@ def append_whole(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def touch(path: Path) -> None:
-    """Set a file's times to now, and create it if it is missing. Raises OSError for a link."""
-    descriptor = open_to_append(path)
-    try:
-        os.utime(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def free_bytes(directory: Path) -> int:
     """What this user may still write to the disk of a directory."""
     return shutil.disk_usage(directory).free

@@ -20,7 +20,7 @@ from zapex.machine.resources import process_age_s
 from zapex.run import checkpoints, directory
 from zapex.run.run import Run
 from zapex.shm_transport import HostMemory
-from zapex.watch import recorders, visdom
+from zapex.watch import recorders
 from zapex.watch.curves import draw_run
 from zapex.watch.monitor import Monitor
 from zapex.watch.report import Evaluation, Recorder, Report, RunFacts, Snapshot
@@ -30,7 +30,6 @@ from zapex.watch.terminal import (
     open_view,
     print_lines,
     summary,
-    summary_of_part,
 )
 
 TERMINAL_LOG = "terminal.log"  # in the run's logs: what was said after the terminal was closed
@@ -106,7 +105,7 @@ class Collector:
         )
         self._origin = recorders.origin()
         plain = run.config.run.plain or (caller is not None and caller.plain)
-        view = open_view(plain, quiet=run.config.run.quiet)
+        view = None if run.config.run.quiet else open_view(plain)
         self._live = isinstance(view, LivePicture)
         written: list[Recorder] = [recorders.JsonLines(run.run_dir)]
         settings = run.config.shared(replays=run.part.holds_replay)
@@ -116,7 +115,7 @@ class Collector:
             project, entity = run.config.run.wandb_project_name, run.config.run.wandb_entity
             written.append(recorders.WeightsAndBiases(run.run_dir, settings, project, entity))
         if run.part.learns and run.config.run.visdom:
-            written.append(visdom.Visdom(run.run_dir, run.config.run.visdom))
+            written.append(recorders.Visdom(run.run_dir, run.config.run.visdom))
         every_role = plan.roles + plan.elsewhere
         self._blocks = [(role, host.metrics(name)) for name, role in every_role]
         self._unseen = {
@@ -297,7 +296,7 @@ class Collector:
             self._not_written(recorders.RESULT_FILE, error)
         if not self.run.part.learns:
             if not run.quiet:
-                print_lines(summary_of_part(snapshot, reason), run.plain)
+                print_lines(summary(snapshot, reason), run.plain)
             return self.ending
         picture = None
         try:

@@ -114,7 +114,6 @@ class TerminalGame:
         self._highs: deque[float] = deque(maxlen=_RANGE_STEPS)
         self._size = (0, 0)
         self._cells: NDArray[np.int32] | None = None
-        self._texts: dict[tuple[int, int], str] = {}
 
     def __enter__(self) -> Self:
         self._write(_BEGIN)
@@ -132,7 +131,7 @@ class TerminalGame:
         size = shutil.get_terminal_size()
         out = []
         if size != self._size:
-            self._size, self._cells, self._texts = size, None, {}
+            self._size, self._cells = size, None
             out.append(f"{_PLAIN}\x1b[2J")
         columns, rows = size
         beside = _PANEL if columns >= _LEAST else 0
@@ -143,8 +142,8 @@ class TerminalGame:
             out.append(self._picture(fitted(frame, *room, aspect)))
         head = f" {self.title}  game {moment.game}  score {number(moment.score)}"
         head += f"  step {count(moment.steps)}"
-        out.append(self._text(1, 1, f"{_BOLD}{head[:columns]}"))
-        out.append(self._text(rows, 1, f"{_QUIET} {self._hint}"[: columns + len(_QUIET)]))
+        out.append(_text(1, 1, f"{_BOLD}{head[:columns]}"))
+        out.append(_text(rows, 1, f"{_QUIET} {self._hint}"[: columns + len(_QUIET)]))
         if beside and moment.q is not None:
             left = 1 + (self._cells.shape[1] if self._cells is not None else 0) + 2
             out += self._panel(moment.q, moment.action, left, columns - left, rows - 3)
@@ -196,21 +195,19 @@ class TerminalGame:
             filled = bar((float(q[i]) - low) / scale, cells)
             tone = style or (_ACCENT if i == best else _QUIET)
             text = f"{style}{mark} {names[i]:<{widest}} {_PLAIN}{tone}{filled}{_PLAIN} "
-            out.append(self._text(i + 2, left, f"{text}{number(float(q[i])):>7}"))
+            out.append(_text(i + 2, left, f"{text}{number(float(q[i])):>7}"))
         if shown < len(q):
-            out.append(self._text(shown + 2, left, f"{_QUIET}  and {len(q) - shown} more"))
+            out.append(_text(shown + 2, left, f"{_QUIET}  and {len(q) - shown} more"))
         return out
-
-    def _text(self, row: int, column: int, text: str) -> str:
-        """The escapes that write a text and clear the rest of its line, if it has changed."""
-        if self._texts.get((row, column)) == text:
-            return ""
-        self._texts[row, column] = text
-        return f"\x1b[{row};{column}H{text}{_PLAIN}\x1b[K"
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+def _text(row: int, column: int, text: str) -> str:
+    """The escapes that write a text and clear the rest of its line."""
+    return f"\x1b[{row};{column}H{text}{_PLAIN}\x1b[K"
 
 
 class Window:

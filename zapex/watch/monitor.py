@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -47,8 +48,7 @@ EPSILON_BANDS: Final = ((0.001, "ε<.001"), (0.01, "ε<.01"), (0.1, "ε<.1"), (n
 _WINDOW_S: Final = 5.0  # rates are means over this time
 _HISTORY_POINTS: Final = 256
 _WAITS: Final = 0.2  # a share of time that is worth an explanation
-_PROCESS_PERIOD_S: Final = 2.0  # between two looks at what a process uses
-_PROCESSES_AT_ONCE: Final = 8  # reading what one process uses takes some 40 µs
+_PROCESS_PERIOD_S: Final = 2.0  # between two looks at what processes use: some 50 µs for each
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -140,7 +140,7 @@ class Monitor:
         self._record_due_ns = clock_ns() + min(self._record_period_ns, 10**9)
         self._episodes = Episodes(facts.greedy_stream)
         self._new_episodes: list[NDArray[Any]] = []
-        self._lost_episodes = 0  # whose return is not finite
+        self._lost_episodes = False  # of a return that is not finite
         self._evaluations = list(evaluations)  # of the run's earlier sessions, too
         self._recorded_evaluations = len(self._evaluations)
         self._messages: deque[Note] = deque(maxlen=100)
@@ -156,8 +156,8 @@ class Monitor:
         """Take finished episodes, dtype EPISODE. A return that is not finite counts nowhere."""
         finite = records[np.isfinite(records["game_return"])]
         if len(finite) < len(records) and not self._lost_episodes:
+            self._lost_episodes = True
             self.message("a game's return is not finite: all such games are left out of the means")
-        self._lost_episodes += len(records) - len(finite)
         if len(finite):
             self._episodes.add(finite)
             self._new_episodes.append(finite)
@@ -364,49 +364,38 @@ def explain_waits(
 
     looks: the sums of the last few looks, the newest first.
     """
+    replays = [seen["replay"] for seen in looks if seen.get("replay", {}).get("capacity")]
+
+    def last_in(*states: str) -> Mapping[str, float] | None:
+        return next((x for x in replays if LIMITER_STATES[int(x["limiter"])] in states), None)
+
+    def explained(*states: str) -> str:
+        """What the limiter said in one of these states; "": it was in none."""
+        if limiter is None or (seen := last_in(*states)) is None:
+            return ""
+        filling = LIMITER_STATES[int(seen["limiter"])] == "filling"
+        return limiter.explain(int(seen["live"]), None if filling else seen["owed"])
+
     views = {view.role: view for view in roles}
     busy = f"the host's cores are busy {host_cpu_share:.0%}"
     if (replay := views.get("replay")) is not None:
         busy = f"the replay is busy {1 - replay.phases['idle']:.0%}, {busy}"
     waits: list[tuple[float, str]] = []
     if (actor := views.get("actor")) is not None:
-        why = _why_no_slots(looks, limiter) or f"actors wait for slots: {busy}"
+        if relay := looks[0].get("relay"):
+            unacknowledged = f"{relay['unacknowledged']:.0f} of {relay['slots']:.0f} slots"
+            why = f"actors wait for the replay: {unacknowledged} are unacknowledged"
+        elif not (why := explained("actors wait")):
+            why = f"actors wait for slots: {busy}"
+            if full := last_in("no free slots"):
+                unread = f"{full['slots_quarantined']:.0f} are free once the learner has read its"
+                why = f"actors wait for free slots: {unread} batches"
         waits.append((actor.phases["wait"], why))
         waits.append((actor.phases["inference"], f"actors wait for Q values: {busy}"))
     if (learner := views.get("learner")) is not None:
-        why = _explained(looks, ("filling", "learner waits"), limiter)
-        waits.append((learner.phases["wait"], why or f"the learner waits for batches: {busy}"))
+        why = explained("filling", "learner waits") or f"the learner waits for batches: {busy}"
+        waits.append((learner.phases["wait"], why))
     return tuple(f"{share:.0%} of the time, {why}" for share, why in waits if share > _WAITS)
-
-
-def _why_no_slots(looks: Sequence[Sums], limiter: LimiterConfig | None) -> str:
-    """Why actors get no slots; "": they were free at the last looks."""
-    if relay := looks[0].get("relay"):
-        sent, slots = relay["unacknowledged"], relay["slots"]
-        return f"actors wait for the replay: {sent:.0f} of {slots:.0f} slots are unacknowledged"
-    if why := _explained(looks, ("actors wait",), limiter):
-        return why
-    if full := _last_in(looks, ("no free slots",)):
-        unread = f"{full['slots_quarantined']:.0f} are free once the learner has read its batches"
-        return f"actors wait for free slots: {unread}"
-    return ""
-
-
-def _explained(
-    looks: Sequence[Sums], states: Collection[str], limiter: LimiterConfig | None
-) -> str:
-    """What the limiter said in one of these states; "": it was in none."""
-    found = _last_in(looks, states)
-    if found is None or limiter is None:
-        return ""
-    filling = LIMITER_STATES[int(found["limiter"])] == "filling"
-    return limiter.explain(int(found["live"]), None if filling else found["owed"])
-
-
-def _last_in(looks: Sequence[Sums], states: Collection[str]) -> Mapping[str, float] | None:
-    """The replay's sums at the last look at which its limiter was in one of these states."""
-    replays = (seen["replay"] for seen in looks if seen.get("replay", {}).get("capacity"))
-    return next((x for x in replays if LIMITER_STATES[int(x["limiter"])] in states), None)
 
 
 def _mean(values: Sequence[float] | deque[float]) -> float:
@@ -444,27 +433,22 @@ class Processes:
         self._used: dict[int, _Used] = {}  # by pid
 
     def look(self, pids: Iterable[int], now_ns: int) -> None:
-        """Ask the kernel about new processes at once, about each other one every two seconds.
-
-        With many processes that takes longer: a look asks about no more than _PROCESSES_AT_ONCE
-        known ones, those first that it has not asked about for the longest time.
-        """
-        period_ns = int(_PROCESS_PERIOD_S * 1e9)
-        if now_ns >= self._due_ns:
-            self._due_ns = now_ns + period_ns
+        """Ask the kernel about new processes at once, about all every two seconds."""
+        wanted = {*pids, os.getpid()} - {0}
+        if due := now_ns >= self._due_ns:
+            self._due_ns = now_ns + int(_PROCESS_PERIOD_S * 1e9)
             spent = processor_seconds(self._cpus)
             idle, whole = (now - before for now, before in zip(spent, self._spent, strict=True))
             self._spent = spent
             self.host_cpu_share = max(0.0, 1 - idle / whole) if whole > 0 else 0.0
-        wanted = {*pids, os.getpid()} - {0}
-        known = {pid: used for pid, used in self._used.items() if pid in wanted}
-        old = [pid for pid, used in known.items() if now_ns - used.at_ns >= period_ns]
-        old.sort(key=lambda pid: known[pid].at_ns)
-        for pid in [*(wanted - known.keys()), *old[:_PROCESSES_AT_ONCE]]:
-            used = _ask_kernel(pid, known.pop(pid, None), now_ns)
-            if used is not None:
-                known[pid] = used
-        self._used = known
+        before = self._used
+        found = {
+            pid: _ask_kernel(pid, before.get(pid), now_ns)
+            if due or pid not in before
+            else before[pid]
+            for pid in wanted
+        }
+        self._used = {pid: used for pid, used in found.items() if used is not None}
 
     def alive(self, pid: int) -> bool:
         """Whether the process runs, here or on another host."""
@@ -472,22 +456,20 @@ class Processes:
 
     def cpu_cores(self, pids: Collection[int] | None = None) -> float:
         """Cores that these processes use; None: all."""
-        return sum(used.cores for used in self._of(pids))
+        return sum(self._used[pid].cores for pid in self._known(pids))
 
     def private_bytes(self, pids: Collection[int] | None = None) -> float:
         """Private memory of these processes; None: of all."""
-        return sum(used.private_bytes for used in self._of(pids))
+        return sum(self._used[pid].private_bytes for pid in self._known(pids))
 
-    def _of(self, pids: Collection[int] | None) -> Collection[_Used]:
-        if pids is None:
-            return self._used.values()
-        return [self._used[pid] for pid in set(pids) if pid in self._used]
+    def _known(self, pids: Collection[int] | None) -> Iterable[int]:
+        return self._used if pids is None else self._used.keys() & pids
 
 
 def _ask_kernel(pid: int, before: _Used | None, at_ns: int) -> _Used | None:
     """None if the process is gone."""
     try:
-        stat, statm = (_read(f"/proc/{pid}/{name}") for name in ("stat", "statm"))
+        stat, statm = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("stat", "statm"))
     except OSError:
         return None
     fields = stat.rpartition(b")")[2].split()  # the name before it may hold anything
@@ -498,11 +480,3 @@ def _ask_kernel(pid: int, before: _Used | None, at_ns: int) -> _Used | None:
     # Shared memory is mapped by all processes and counted once, separately.
     _, resident, shared, *_ = map(int, statm.split())
     return _Used(started, cpu_s, at_ns, cores, float((resident - shared) * _PAGE_BYTES))
-
-
-def _read(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(fd, 4096)
-    finally:
-        os.close(fd)

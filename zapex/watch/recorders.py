@@ -1,4 +1,4 @@
-"""What a run records: JSON in its directory, TensorBoard events, Weights & Biases.
+"""What a run records: JSON in its directory, TensorBoard events, Weights & Biases, Visdom.
 
 The files of a run's directory are metrics.jsonl, snapshot.json and result.json.
 """
@@ -9,10 +9,12 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +25,7 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from zapex.errors import ConfigError, PeerError
 from zapex.machine.disk import append_whole
 from zapex.machine.reading import open_regular, read_json, read_json_lines, typed
 from zapex.version import __version__
@@ -31,19 +34,18 @@ from zapex.watch.report import TOTALS, Evaluation, Snapshot
 METRICS_FILE: Final = "metrics.jsonl"
 SNAPSHOT_FILE: Final = "snapshot.json"
 RESULT_FILE: Final = "result.json"
-WATCHED_FILE: Final = ".watched"
-"""A watcher from outside touches it every second or two."""
 ACTORS: Final = "actors"
 """The group of tags with a score for each actor."""
 PAPERS: Final = {
-    "score of every actor": rf"{ACTORS}/episodic_return_\d+",
+    "score of every actor": rf"{ACTORS}/episodic_return_\d+|charts/episodic_return_last100",
     "transitions in memory": r"replay/live",
     "Q loss": r"losses/td_loss",
 }
 """The charts of the paper's dashboard: title -> a regular expression of tags."""
-_WATCHED_S: Final = 10.0  # a watcher is gone so long after its last touch
 _FOR_WATCHERS_S: Final = 0.9  # snapshots are made twice a second
 _POINTS: Final = 50  # episodes in one write; more are averaged with their neighbours
+VISDOM_TIMEOUT_S: Final = 5.0
+_LINE_POINTS: Final = 512  # of a line in Visdom; at twice as many, every second one is dropped
 _MOST_ACTORS: Final = 64  # a page cannot show thousands of lines
 
 
@@ -105,6 +107,14 @@ def by_actor(episodes: NDArray[Any], snapshot: Snapshot) -> dict[int, NDArray[An
     return {int(i): episodes[of == i] for i in shown[np.isin(shown, of)]}
 
 
+def actor_scores(snapshot: Snapshot, episodes: NDArray[Any]) -> dict[str, float]:
+    """Tag -> mean return of each actor's games among `episodes`."""
+    return {
+        f"{ACTORS}/episodic_return_{actor}": float(played["game_return"].mean())
+        for actor, played in by_actor(episodes, snapshot).items()
+    }
+
+
 class JsonLines:
     """metrics.jsonl: a line every few seconds, one for each evaluation; and snapshot.json.
 
@@ -154,33 +164,22 @@ class JsonLines:
 
 
 class ForWatchers:
-    """A view: snapshot.json once a second while another process watches the run.
-
-    Without a watcher it costs one look at the time of a file.
-    """
+    """A view in other processes: snapshot.json about once a second, in 1 % of the time at most."""
 
     def __init__(self, run_dir: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._clock_s = run_dir, clock_s
-        self._touched_ns = self._last_touch_ns()
-        self._watched_s = self._written_s = -math.inf
+        self._path, self._clock_s = run_dir / SNAPSHOT_FILE, clock_s
+        self._due_s = -math.inf
 
     def show(self, snapshot: Snapshot) -> None:
         """Write `snapshot` if it is due."""
-        touched_ns, now_s = self._last_touch_ns(), self._clock_s()
-        if touched_ns != self._touched_ns:  # the watcher's host may have another clock
-            self._touched_ns, self._watched_s = touched_ns, now_s
-        if now_s - self._watched_s < _WATCHED_S and now_s - self._written_s >= _FOR_WATCHERS_S:
-            self._written_s = now_s
-            _write_json(self._run_dir / SNAPSHOT_FILE, snapshot, indent=None)
+        began_s = self._clock_s()
+        if began_s >= self._due_s:
+            with suppress(OSError):  # the recorders report a full disk
+                _write_json(self._path, snapshot, indent=None)
+            self._due_s = began_s + max(_FOR_WATCHERS_S, 100 * (self._clock_s() - began_s))
 
     def close(self) -> None:
         """The recorders write the last snapshot."""
-
-    def _last_touch_ns(self) -> int:
-        try:
-            return (self._run_dir / WATCHED_FILE).stat().st_mtime_ns
-        except OSError:
-            return 0
 
 
 def origin() -> dict[str, Any]:
@@ -454,8 +453,7 @@ class WeightsAndBiases:
         values = numbers(snapshot)
         if len(episodes):
             values["charts/episodic_return"] = float(episodes["game_return"].mean())
-        for actor, played in by_actor(episodes, snapshot).items():
-            values[f"{ACTORS}/episodic_return_{actor}"] = float(played["game_return"].mean())
+        values |= actor_scores(snapshot, episodes)
         if evaluations:
             values["eval/episodic_return"] = evaluations[-1].mean
         self._run.log(values, step=int(snapshot.totals["steps"]))
@@ -464,3 +462,84 @@ class WeightsAndBiases:
         """Finish the run there."""
         if self._run is not None:
             self._run.finish()
+
+
+class Visdom:
+    """The paper's dashboard in Visdom.
+
+    A thread sends all points of the run, so a restarted server shows all of it.
+    """
+
+    def __init__(self, run_dir: Path, url: str) -> None:
+        self._url, self._error, self._lines = url.rstrip("/"), "", dict[str, dict[str, Any]]()
+        about = {"eid": run_dir.name, "layout": {"xaxis": {"title": "steps"}}}
+        self._windows: dict[str, dict[str, Any]] = {
+            title: {**about, "win": title, "opts": {"title": title}, "data": []} for title in PAPERS
+        }
+        for line in read_metrics(run_dir):  # of a run that is resumed
+            self._add(line.get("steps"), line)
+        self._send()
+
+    def _add(self, steps: Any, values: Mapping[str, Any]) -> None:
+        for title, tags in PAPERS.items():
+            for tag in filter(re.compile(tags).fullmatch, values):
+                if tag not in self._lines:
+                    new = {"name": tag, "type": "scatter", "mode": "lines", "x": [], "y": []}
+                    self._windows[title]["data"].append(self._lines.setdefault(tag, new))
+                for axis, value in (("x", steps), ("y", values[tag])):
+                    self._lines[tag][axis].append(value)
+                    if len(self._lines[tag][axis]) == 2 * _LINE_POINTS:
+                        del self._lines[tag][axis][1::2]
+
+    def write(self, snapshot: Snapshot, episodes: NDArray[Any], evaluations: object) -> None:
+        """Send, unless a message is under way. Raises PeerError if the one before failed."""
+        self._add(snapshot.totals["steps"], numbers(snapshot) | actor_scores(snapshot, episodes))
+        if not self._sender.is_alive():
+            error = self._error
+            self._send()
+            if error:
+                raise PeerError(error)
+
+    def _send(self) -> None:
+        texts = [json.dumps(window) for window in self._windows.values()]
+        # A daemon, because a server that sends byte by byte can hold it for longer than a timeout.
+        self._sender = threading.Thread(target=self._post, args=(texts,), daemon=True)
+        self._sender.start()
+
+    def _post(self, texts: list[str]) -> None:
+        try:
+            for text in texts:
+                post(self._url, "events", text)
+            self._error = ""
+        except PeerError as error:
+            self._error = str(error)
+
+    def close(self) -> None:
+        """Send the last points; a server that hangs takes at most two timeouts."""
+        self._sender.join(VISDOM_TIMEOUT_S)
+        if not self._sender.is_alive():
+            self._send()
+            self._sender.join(VISDOM_TIMEOUT_S)
+
+
+def post(url: str, endpoint: str, text: str) -> bytes:
+    """Send JSON; returns the answer. Raises PeerError within seconds."""
+    import urllib.request
+    from http.client import HTTPException
+
+    try:
+        with urllib.request.urlopen(
+            f"{url}/{endpoint}", text.encode(), VISDOM_TIMEOUT_S
+        ) as response:
+            return bytes(response.read(1 << 20))
+    except (OSError, HTTPException) as error:
+        raise PeerError(f"no answer from {url}: {getattr(error, 'reason', error)}") from None
+
+
+def check_visdom(url: str) -> None:
+    """Raises ConfigError if no Visdom answers at this address."""
+    try:
+        if not isinstance(json.loads(post(url.rstrip("/"), "env_state", "{}")), list):
+            raise ValueError("it is not a Visdom server")
+    except (PeerError, ValueError) as error:  # no answer, no URL, or no JSON
+        raise ConfigError(f"--visdom {url}: {error}; start `python -m visdom.server`") from None

@@ -12,9 +12,9 @@ from typing import Any, Final, Self
 
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
-from zapex.machine.disk import is_locked, touch
+from zapex.machine.disk import is_locked
 from zapex.machine.reading import read_json, read_text, typed
-from zapex.watch.recorders import RESULT_FILE, SNAPSHOT_FILE, WATCHED_FILE, read_snapshot
+from zapex.watch.recorders import RESULT_FILE, SNAPSHOT_FILE, read_snapshot
 from zapex.watch.report import Note, Snapshot, View
 from zapex.watch.terminal import clock, count, in_columns, number
 
@@ -24,7 +24,6 @@ RUNS: Final = "runs"
 """Where runs without a --run-dir are."""
 _WIDE: Final = 110
 _LOOK_S: Final = 0.25
-_TOUCH_S: Final = 1.5
 _LOCK_S: Final = 1.0  # between two looks at the lock
 _SILENT_S: Final = 15.0  # a run writes a snapshot at least every five seconds
 
@@ -124,44 +123,41 @@ def find(text: str) -> Path:
 def table(known: Sequence[Known], width: int) -> list[str]:
     """Lines of text: a head and one for each run. The name comes last and is never cut."""
     rows = [["state", "frames", "time", "return", "best", "environment", "run"]]
-    for one in known:
-        numbers, game = ["-"] * 4, ""
-        if (shot := one.snapshot) is not None:
-            returns, best = shot.returns, shot.best_evaluation
-            now = returns.all_mean if math.isnan(returns.greedy_mean) else returns.greedy_mean
-            numbers = [count(shot.totals["frames"]), clock(shot.wall_s), number(now)]
-            numbers.append("-" if best is None else number(best.mean))
-            game = shot.facts.environment
-        rows.append([one.state, *numbers, game, str(one.path)])
+    for facts in described(known):
+        greedy, best = facts["return_greedy"], facts["best"]
+        now = facts["return_all"] if greedy is None else greedy
+        shown = (count, facts["frames"]), (clock, facts["wall_s"]), (number, now), (number, best)
+        numbers = ["-" if value is None else form(value) for form, value in shown]
+        rows.append([facts["state"], *numbers, facts["environment"] or "", facts["run"]])
     if width < _WIDE:
         rows = [[*row[:-2], row[-1]] for row in rows]
     return in_columns(rows, right=range(1, 5))
 
 
 def described(known: Sequence[Known]) -> list[dict[str, Any]]:
-    """The same as facts, for JSON; None where a number is not known."""
-    facts = []
-    for one in known:
-        shot, written = one.snapshot, time.localtime(_written_s(one.path))
-        best = shot.best_evaluation if shot is not None else None
-        means = (shot.returns.all_mean, shot.returns.greedy_mean) if shot is not None else ()
-        all_mean, greedy_mean = [None if math.isnan(x) else x for x in means] or [None, None]
-        facts.append(
-            {
-                "run": str(one.path),
-                "state": one.state,
-                "reason": one.reason or one.damage,
-                "environment": shot.facts.environment if shot is not None else None,
-                "frames": shot.totals["frames"] if shot is not None else None,
-                "wall_s": shot.wall_s if shot is not None else None,
-                "return_all": all_mean,
-                "return_greedy": greedy_mean,
-                "best": best.mean if best is not None else None,
-                "last": shot.evaluations[-1].mean if shot is not None and best else None,
-                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z", written),
-            }
-        )
-    return facts
+    """The facts of `table`, for JSON; None where a number is not known."""
+    return [_described(one) for one in known]
+
+
+def _described(one: Known) -> dict[str, Any]:
+    facts = dict.fromkeys(
+        ("environment", "frames", "wall_s", "return_all", "return_greedy", "best", "last")
+    )
+    found: dict[str, Any] = {"run": str(one.path), "state": one.state}
+    found |= {"reason": one.reason or one.damage, **facts}
+    if (shot := one.snapshot) is not None:
+        best, returns = shot.best_evaluation, shot.returns
+        found |= {
+            "environment": shot.facts.environment,
+            "frames": shot.totals["frames"],
+            "wall_s": shot.wall_s,
+            "return_all": None if math.isnan(returns.all_mean) else returns.all_mean,
+            "return_greedy": None if math.isnan(returns.greedy_mean) else returns.greedy_mean,
+            "best": best and best.mean,
+            "last": best and shot.evaluations[-1].mean,
+        }
+    written = time.localtime(_written_s(one.path))
+    return {**found, "written": time.strftime("%Y-%m-%dT%H:%M:%S%z", written)}
 
 
 class Attached:
@@ -176,7 +172,7 @@ class Attached:
         self, run_dir: Path, view: View, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._run_dir, self._view, self._clock_s = run_dir, view, clock_s
-        self._touched_s = self._locked_s = -math.inf
+        self._locked_s = -math.inf
         self._stamp = (0, 0)
         self._news_s = self._noted_s = clock_s()
         self._held = True
@@ -193,12 +189,8 @@ class Attached:
         time.sleep(_LOOK_S)
 
     def look(self) -> bool:
-        """Ask for snapshots, and show a new one. Returns whether the run is being trained."""
+        """Show a new snapshot. Returns whether the run is being trained."""
         now_s = self._clock_s()
-        if now_s - self._touched_s >= _TOUCH_S:
-            self._touched_s = now_s
-            with suppress(OSError):  # another user's run: it writes a snapshot every five seconds
-                touch(self._run_dir / WATCHED_FILE)
         if now_s - self._locked_s >= _LOCK_S:
             self._locked_s = now_s
             self._held = is_locked(self._run_dir / LOCK_FILE)

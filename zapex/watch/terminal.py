@@ -3,18 +3,18 @@
 `draw`, `status_line` and `summary` are pure: they turn a snapshot into text.
 """
 
-import itertools
 import math
 import os
 import shlex
-import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
 from zapex.host.metrics import LIMITER_STATES, TABLES
+from zapex.machine.reading import printable, say
 from zapex.watch.report import Evaluation, RoleView, Snapshot, View
 
 if TYPE_CHECKING:
@@ -29,8 +29,15 @@ _WAITS: Final = "yellow"
 _COMMAND: Final = "cyan"  # of commands to copy, which are never broken
 # The paper's phases in their order (get, compute, send), then waiting.
 _PHASE_STYLES: Final = ("cyan", "green", "magenta", _QUIET)
-_PHASE_WIDTHS: Final = (10, 11, 10, 8)
+# Column -> its width, the most important first; a phase's column has the name of its style.
+_COLUMNS: Final = {
+    "cpu": 7, _QUIET: 10, "green": 13, "cyan": 12, "magenta": 12, "memory": 10
+}  # fmt: skip
 _LABEL: Final = 11
+_MORE: Final = (" " * (1 + _LABEL), "")  # begins a second line about the same thing
+_WIDE: Final = 100
+_LEAST_BAR: Final = 10
+_LEAST_CHART, _MOST_CHART = 4, 20  # rows
 _SILENT_S: Final = 5.0
 _PLAIN_PERIOD_S: Final = 10.0
 _LEAST_COLUMNS: Final = 20  # narrower text is not wrapped
@@ -41,6 +48,8 @@ _LEAST_COLUMNS: Final = 20  # narrower text is not wrapped
 
 def clock(seconds: float) -> str:
     """`252` -> "4:12", `7325` -> "2:02:05"."""
+    if math.isnan(seconds):
+        return "-"
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -87,13 +96,23 @@ def _percent(share: float) -> str:
 def sparkline(values: Sequence[float], cells: int) -> str:
     """`values` thinned to at most `cells` bars, the smallest ▁ and the largest █."""
     n = min(len(values), cells)
-    if n < 2:
-        return ""
-    edges = [i * len(values) // n for i in range(n + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    return chart(values, n, 1)[0] if n >= 2 else ""
+
+
+def chart(values: Sequence[float], cells: int, rows: int) -> list[str]:
+    """`values` as `cells` columns; the smallest is ▁, the largest reaches over all `rows`."""
+    n = len(values)
+    parts = (
+        values[i * n // cells : max(i * n // cells + 1, (i + 1) * n // cells)] for i in range(cells)
+    )
+    means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
-    scale = 7 / (high - low) if high > low else 0.0
-    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) * scale)] for mean in means)
+    scale = (8 * rows - 1) / (high - low) if high > low else 0.0
+    heights = [1 + round((mean - low) * scale) for mean in means]
+    return [
+        "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, height - 8 * row))] for height in heights)
+        for row in reversed(range(rows))
+    ]
 
 
 def in_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -114,45 +133,43 @@ def in_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> li
 def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """The whole picture, at most `height` lines of at most `width` cells.
 
-    80 x 23 holds everything. More rows show the phases inside "compute" and more messages, more
-    columns show longer bars and each role's memory. With fewer rows blank lines are left out first.
+    80 x 23 holds everything. More rows show the returns as a chart, and more messages; more columns
+    show longer bars and each role's memory. On fewer columns whole facts are left out, the last
+    ones first; with fewer rows first blank lines, then second lines about a thing, then the last.
     """
-    lines = [
-        *_title(snapshot, width),
-        [],
-        *_roles(snapshot, width, inner=height >= 30),
-        *_waits(snapshot, width),
-        [],
-        *_speed(snapshot, width),
-        *(_replay(snapshot, width) if snapshot.replay else _relay(snapshot, width)),
-        [],
-        *_returns(snapshot, width),
-        [],
-        *(_learner(snapshot, width) if snapshot.learner else []),
-        *_machine(snapshot, width),
+    blocks = [
+        _title(snapshot, width),
+        [*_roles(snapshot, width, inner=height >= 30), *_waits(snapshot, width)],
+        [_speed(snapshot, width), *_experience(snapshot, width)],
+        _returns(snapshot, width),
+        [*_learner(snapshot, width), _machine(snapshot, width)],
     ]
+    lines = [line for block in blocks for line in (*block, [])]
     if len(lines) > height:
         lines = [line for line in lines if line]
-    room = min(height - len(lines) - 1, 12)
-    if room > 0 and snapshot.messages:
-        lines.append([])
-        for message in snapshot.messages[-room:]:
-            # A message may hold another program's text: remove what moves the cursor.
-            text = "".join(c if c.isprintable() else " " for c in message.text)
-            lines.append([(f" {clock(message.wall_s):>{_LABEL - 2}}  ", _QUIET), (text, "")])
+    if len(lines) > height:
+        lines = [line for line in lines if line[0] != _MORE]
+    room = max(0, height - len(lines))
+    lines += _chart(
+        snapshot, width, min(_MOST_CHART, room - min(len(snapshot.messages), room // 2))
+    )
+    room = max(0, height - len(lines))
+    for note in snapshot.messages[max(0, len(snapshot.messages) - room) :]:
+        lines.append([(f" {clock(note.wall_s):>{_LABEL - 2}}  ", _QUIET), (note.text, "")])
     return [_crop(line, width) for line in lines[:height]]
 
 
 def _title(snapshot: Snapshot, width: int) -> list[Line]:
     facts = snapshot.facts
     streams = f"{facts.streams} stream" + ("s" if facts.streams > 1 else "")
-    about = "".join(f" · {part}" for part in (facts.preset, streams, facts.part) if part)
-    left: Line = [(" zapex ", f"{_STRONG} {_ACCENT}"), (f" {facts.environment}", _STRONG)]
-    left.append((about, _QUIET))
     most = f" of {count(facts.max_frames)}" if facts.max_frames else ""
     limit = f" of {clock(facts.max_wall_s)}" if facts.max_wall_s else ""
-    right: Line = [(count(snapshot.totals["frames"]), ""), (f"{most} frames   ", _QUIET)]
-    right += [(clock(snapshot.wall_s), _STRONG), (limit + " ", _QUIET)]
+    time: Line = [(clock(snapshot.wall_s), _STRONG), (f"{limit} ", _QUIET)]
+    name: Line = [(" zapex  ", f"{_STRONG} {_ACCENT}"), (f"{facts.environment} ", _STRONG)]
+    frames = _mixed(f"{count(snapshot.totals['frames'])}~{most} frames   ~")
+    about = [[(f"· {part} ", _QUIET)] for part in (facts.preset, streams, facts.part) if part]
+    right = [*_fit([frames], width - _length([*time, *name])), *time]
+    left = _fit([_crop(name, width - _length(right)), *about], width - _length(right))
     title = _spread(left, right, width)
     if snapshot.progress is not None and snapshot.left_s is not None:
         note = f" {snapshot.progress:4.0%}  {clock(snapshot.left_s)} left "
@@ -167,36 +184,40 @@ def _title(snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def _roles(snapshot: Snapshot, width: int, inner: bool) -> list[Line]:
-    wide = width >= 100
-    legend = sum(_PHASE_WIDTHS) + 2 * len(_PHASE_WIDTHS)
-    bar = width - 1 - _LABEL - 2 - legend - 5 - (10 if wide else 0)
-    head = [(" " + "role".ljust(_LABEL) + "share of time, %", _QUIET)]
-    tail = "cpu" + ("    memory" if wide else "")
-    lines = [_spread(head, [(tail + " ", _QUIET)], width)]
+    """A table of all roles; a column that does not fit is left out, in every row."""
+    room, columns = width - 1 - _LABEL, dict[str, int]()
+    for name, cells in _COLUMNS.items():
+        if cells <= room and (name != "memory" or width >= _WIDE):
+            columns[name] = cells
+            room -= cells
+    bar = room - 2 if room >= 2 + _LEAST_BAR else 0
+    used = [name for name in ("cpu", "memory") if name in columns]
+    head = [(f"{name:>{columns[name]}}", _QUIET) for name in used]
+    lines = [_spread([(f" {'role':<{_LABEL}}share of time, %", _QUIET)], head, width)]
     for view in snapshot.roles:
-        several = view.processes > 1
-        name = f"{'actors' if view.role == 'actor' else view.role} ×{view.processes}"
-        name = name if several else view.role
-        line = [(" " + name.ljust(_LABEL), ""), *_phase_bar(view, bar), ("  ", "")]
-        use: Line = [("-" if view.elsewhere else f"{_percent(view.cpu_cores)}%", "")]
-        if wide:
-            memory = "elsewhere" if view.elsewhere else size(view.private_bytes)
-            use.append((f"{memory:>10}", _QUIET))
-        lines.append(_spread([*line, *_phase_legend(view)], [*use, (" ", "")], width))
+        name = "actors" if view.role == "actor" and view.processes > 1 else view.role
+        name += f" ×{view.processes}" if view.processes > 1 else ""
+        line: Line = [(f" {name:<{_LABEL}}", "")]
+        if bar:
+            line += [*_phase_bar(view, bar), ("  ", "")]
+        cpu = "-" if view.elsewhere else f"{_percent(view.cpu_cores)}%"
+        memory = "elsewhere" if view.elsewhere else size(view.private_bytes)
+        use = {"cpu": (cpu, ""), "memory": (memory, _QUIET)}
+        right = [(f"{use[column][0]:>{columns[column]}}", use[column][1]) for column in used]
+        lines.append(_spread([*line, *_phase_legend(view, columns)], right, width))
         if inner and (parts := _inner_phases(view)):
-            lines.append([(" " * (_LABEL + 1), ""), *parts])
+            lines.append([(" " * (1 + _LABEL), ""), *parts])
     return lines
 
 
-def _waits(snapshot: Snapshot, width: int) -> list[Line]:
-    """Why roles wait, in at most two lines each."""
-    lines: list[Line] = []
-    for text in snapshot.waiting:
-        rows = textwrap.wrap(text, max(_LEAST_COLUMNS, width - _LABEL - 2))[:2]
-        lines += [
-            _facts("" if i else "waiting", [[(row, _WAITS)]], width) for i, row in enumerate(rows)
-        ]
-    return lines
+def _inner_phases(view: RoleView) -> Line:
+    """The parts of "compute" and of the other sums, if they say more than the sums."""
+    spans: Line = []
+    for name, parts in TABLES[view.role].shown_as.items():
+        inside = [f"{p} {_percent(view.phases[p])}" for p in parts if view.phases[p] > 5e-4]
+        if len(inside) > 1:
+            spans.append((f"{name}: {', '.join(inside)}   ", _QUIET))
+    return spans
 
 
 def _styled(view: RoleView) -> list[tuple[str, float, str]]:
@@ -211,13 +232,14 @@ def _phase_bar(view: RoleView, cells: int) -> Line:
     total, filled = 0.0, 0
     for _, share, style in _styled(view):
         total += share
-        end = round(total * cells)
+        end = _cells(total, cells)
         spans.append((("─" if style == _QUIET else "━") * (end - filled), style))
-        filled = end
+        filled = max(filled, end)
     return [*spans, ("─" * (cells - filled), _QUIET)]
 
 
-def _phase_legend(view: RoleView) -> Line:
+def _phase_legend(view: RoleView, columns: Collection[str]) -> Line:
+    """The share of each phase whose column is among `columns`, or why there is none."""
     seconds, name = view.silent
     if seconds > _SILENT_S:
         return [(f"{name} has been silent for {seconds:.0f} s", _BAD)]
@@ -227,183 +249,194 @@ def _phase_legend(view: RoleView) -> Line:
         return [("starting", _QUIET)]
     named = {style: (name, _percent(share)) for name, share, style in _styled(view)}
     spans: Line = []
-    for style, width in zip(_PHASE_STYLES, _PHASE_WIDTHS, strict=True):
-        name, share = named.get(style, ("", ""))
-        spans.append((f"{name}{share:>{width - len(name)}}  ", style))
+    for style in _PHASE_STYLES:
+        if style in columns:
+            name, share = named.get(style, ("", ""))
+            spans.append((f"{name}{share:>{_COLUMNS[style] - 2 - len(name)}}  ", style))
     return spans
 
 
-def _inner_phases(view: RoleView) -> Line:
-    """The parts of "compute" and of the other sums, if they say more than the sums."""
-    spans: Line = []
-    for name, parts in TABLES[view.role].shown_as.items():
-        inside = [f"{p} {_percent(view.phases[p])}" for p in parts if view.phases[p] > 5e-4]
-        if len(parts) > 1 and inside:
-            spans.append((f"{name}: {', '.join(inside)}   ", _QUIET))
-    return spans
+def _waits(snapshot: Snapshot, width: int) -> list[Line]:
+    """Why roles wait, in at most two lines each."""
+    lines: list[Line] = []
+    for text in snapshot.waiting:
+        rows = textwrap.wrap(text, max(_LEAST_COLUMNS, width - _LABEL - 2))[:2]
+        lines += [
+            [((" " if i else " waiting").ljust(1 + _LABEL), _WAITS), (row, _WAITS)]
+            for i, row in enumerate(rows)
+        ]
+    return lines
 
 
-def _speed(snapshot: Snapshot, width: int) -> list[Line]:
+def _speed(snapshot: Snapshot, width: int) -> Line:
     rates, inference = snapshot.rates, snapshot.inference
-    batches = rates["batches"]
-    parts = [_value(f"{rates[name]:,.0f}", f"{name}/s") for name in ("frames", "steps")]
+    parts = [_mixed(f"{rates[name]:,.0f} ~{name}/s~") for name in ("frames", "steps")]
     if snapshot.learner:
-        parts.append(_value(f"{batches:.{1 if batches < 100 else 0}f}", "batches/s"))
-        parts.append(_value(count(rates["samples"]), "samples/s"))
+        parts.append(
+            _mixed(f"{rates['batches']:.{1 if rates['batches'] < 100 else 0}f} ~batches/s~")
+        )
+        parts.append(_mixed(f"{count(rates['samples'])} ~samples/s~"))
     if passes := inference.get("passes"):
-        parts.append(_value(f"{inference['answers'] / passes:.1f}", "actors per forward pass"))
-    return [_facts("speed", parts, width)]
+        parts.append(_mixed(f"{inference['answers'] / passes:.1f} ~actors per forward pass~"))
+    return _facts("speed", parts, width)
 
 
-def _replay(snapshot: Snapshot, width: int) -> list[Line]:
-    replay = snapshot.replay
-    capacity = replay.get("capacity", 0.0)
-    if not capacity:
-        return [_facts("replay", [[("empty", _QUIET)]], width)]
-    plain = replay["live"] * snapshot.facts.plain_transition_bytes
-    fill = [
-        _value(count(replay["live"]), f"of {count(capacity)}"),
-        [(size(replay["bytes_used"]), "")],
-        [(f"a plain buffer: {size(plain)}", _QUIET)] if plain else [],
-    ]
-    least = 10
-    shown = _facts("replay", [[(" " * least, "")], *fill], width)
-    bar = least + max(0, width - 1 - sum(len(text) for text, _ in shown))
-    details = [
-        _value(f"{snapshot.samples_per_insert:.2f}", "samples per insert"),
-        _named("stale", f"{snapshot.stale_share:.1%}"),
-        [(LIMITER_STATES[int(replay["limiter"])], "")],
-    ]
-    first = [shown[0], *_bar(replay["live"] / capacity, bar), *shown[2:]]
-    return [first, _facts("", details, width)]
-
-
-def _relay(snapshot: Snapshot, width: int) -> list[Line]:
-    relay = snapshot.relay
-    if not relay:
-        return []
-    sent = [
-        _value(count(relay["acknowledged"]), "chunks"),
-        _value(count(relay["transitions"]), "transitions"),
-        _value(size(relay["bytes"]), "sent"),
-    ]
-    details = [
-        _value(f"{relay['unacknowledged']:.0f}", f"of {relay['slots']:.0f} slots unacknowledged"),
-        _value(count(relay["again"]), "sent again"),
-        _value(f"v{relay['params_version']:.0f}", "parameters"),
-    ]
-    return [_facts("to replay", sent, width), _facts("", details, width)]
+def _experience(snapshot: Snapshot, width: int) -> list[Line]:
+    """What the replay holds; on a host without it, what was sent there."""
+    replay, relay = snapshot.replay, snapshot.relay
+    if replay and not replay.get("capacity"):
+        return [_facts("replay", [_mixed("~empty~")], width)]
+    if replay:
+        plain = replay["live"] * snapshot.facts.plain_transition_bytes
+        fill = [
+            _mixed(f"{count(replay['live'])} ~of {count(replay['capacity'])}~"),
+            _mixed(size(replay["bytes_used"])),
+            _mixed(f"~a plain buffer: {size(plain)}~") if plain else [],
+        ]
+        details = [
+            _mixed(f"{snapshot.samples_per_insert:.2f} ~samples per insert~"),
+            _mixed(f"~stale~ {snapshot.stale_share:.1%}"),
+            _mixed(dict(enumerate(LIMITER_STATES)).get(int(replay["limiter"]), "")),
+        ]
+        beside = _length(_facts("", fill, width - _LEAST_BAR - 3))
+        bar = _bar(replay["live"] / replay["capacity"], max(_LEAST_BAR, width - beside - 4))
+        return [_facts("replay", [bar, *fill], width), _facts("", details, width)]
+    if relay:
+        sent = [
+            _mixed(f"{count(relay['acknowledged'])} ~chunks~"),
+            _mixed(f"{count(relay['transitions'])} ~transitions~"),
+            _mixed(f"{size(relay['bytes'])} ~sent~"),
+        ]
+        details = [
+            _mixed(f"{relay['unacknowledged']:.0f} ~of {relay['slots']:.0f} slots unacknowledged~"),
+            _mixed(f"{count(relay['again'])} ~sent again~"),
+            _mixed(f"v{relay['params_version']:.0f} ~parameters~"),
+        ]
+        return [_facts("to replay", sent, width), _facts("", details, width)]
+    return []
 
 
 def _returns(snapshot: Snapshot, width: int) -> list[Line]:
-    returns = snapshot.returns
+    returns, last = snapshot.returns, snapshot.evaluations[-1:]
     if math.isnan(returns.all_mean):
-        lines = [_facts("return", [[("no game has ended yet", _QUIET)]], width)]
+        lines = [_facts("return", [_mixed("~no game has ended yet~")], width)]
     else:
-        first = _named("greedy", number(returns.greedy_mean), f"{_STRONG} {_ACCENT}")
-        first += [("   all ", _QUIET), (number(returns.all_mean), _STRONG), ("   ", "")]
-        used = 1 + _LABEL + sum(len(text) for text, _ in first)
-        first.append((sparkline(returns.greedy_history, width - used - 1), _ACCENT))
-        bands = [_named(label, number(mean)) for label, mean in returns.bands.items()]
-        lines = [[*_facts("return", [], width), *first], _facts("", bands, width)]
+        first = _mixed(f"~greedy~ {number(returns.greedy_mean)}", f"{_STRONG} {_ACCENT}")
+        parts = [first, _mixed(f"~all~ {number(returns.all_mean)}", _STRONG)]
+        room = width - _length(_facts("return", parts, width)) - 4
+        parts.append([(sparkline(returns.greedy_history, room), _ACCENT)])
+        bands = [_mixed(f"~{label}~ {number(mean)}") for label, mean in returns.bands.items()]
+        lines = [_facts("return", parts, width), _facts("", bands, width)]
     if not snapshot.role("evaluator"):
         return lines
-    evaluated: list[Line] = [[("not yet", _QUIET)]]
-    if snapshot.evaluations:
-        last, best = snapshot.evaluations[-1], snapshot.best_evaluation or snapshot.evaluations[-1]
-        newest: Line = [(number(last.mean), f"{_STRONG} green"), (f" ± {last.std:.1f}", "")]
-        newest.append((f" ({len(last.returns)} games, {clock(last.wall_s)})", _QUIET))
-        evaluated = [newest, _named("best", number(best.mean), _STRONG)]
-    references = snapshot.facts.references.items()
-    evaluated += [[(f"{name} {value:g}", _QUIET)] for name, value in references]
+    evaluated = [_mixed("~not yet~")]
+    if last:
+        best = snapshot.best_evaluation or last[0]
+        newest: Line = [(number(last[0].mean), f"{_STRONG} green")]
+        games = f"~({len(last[0].returns)} games, {clock(last[0].wall_s)})~"
+        newest += _mixed(f" ± {last[0].std:.1f} {games}")
+        evaluated = [newest, _mixed(f"~best~ {number(best.mean)}", _STRONG)]
+    evaluated += [
+        [(f"{name} {value:g}", _QUIET)] for name, value in snapshot.facts.references.items()
+    ]
     return [*lines, _facts("evaluated", evaluated, width)]
 
 
 def _learner(snapshot: Snapshot, width: int) -> list[Line]:
     learner = snapshot.learner
+    if not learner:
+        return []
     if not learner.get("batches"):
-        return [_facts("learner", [[("waits for the first batch", _QUIET)]], width)]
+        return [_facts("learner", [_mixed("~waits for the first batch~")], width)]
     shown = {"loss": "loss", "q": "q_mean", "|td|": "td_abs_mean", "|grad|": "grad_norm"}
-    parts = [_named(title, number(learner[name])) for title, name in shown.items()]
-    parts.append(_named("params", f"v{learner['params_version']:.0f}"))
+    parts = [_mixed(f"~{title}~ {number(learner[name])}") for title, name in shown.items()]
+    parts.append(_mixed(f"~params~ v{learner['params_version']:.0f}"))
     if learner["torn_rows"]:
         # The replay was full and evicted them: no fault, and no batch holds them.
-        parts.append([(f"{count(learner['torn_rows'])} rows evicted while read", _QUIET)])
+        parts.append(_mixed(f"~{count(learner['torn_rows'])} rows evicted while read~"))
     return [_facts("learner", parts, width)]
 
 
-def _machine(snapshot: Snapshot, width: int) -> list[Line]:
-    memory = _named("memory", size(snapshot.memory_bytes))
-    memory.append((f" of {size(snapshot.host_memory_bytes)}", _QUIET))
+def _machine(snapshot: Snapshot, width: int) -> Line:
+    memory, most = size(snapshot.memory_bytes), size(snapshot.host_memory_bytes)
     parts = [
-        _value(f"{snapshot.cpu_cores:.2f}", f"of {snapshot.facts.cores} cores"),
-        memory,
-        _named("monitor", f"{snapshot.parent_cpu_cores:.1%}"),
+        _mixed(f"{snapshot.cpu_cores:.2f} ~of {snapshot.facts.cores} cores~"),
+        _mixed(f"~memory~ {memory} ~of {most}~"),
+        _mixed(f"~monitor~ {snapshot.parent_cpu_cores:.1%}"),
     ]
-    return [_facts("machine", parts, width)]
+    return _facts("machine", parts, width)
 
 
-def _value(value: str, unit: str) -> Line:
-    return [(value, ""), (f" {unit}", _QUIET)]
+def _chart(snapshot: Snapshot, width: int, rows: int) -> list[Line]:
+    """The return of the greediest stream over the whole run, where there is room for it."""
+    history, cells = snapshot.returns.greedy_history, width - _LABEL - 2
+    if min(rows - 2, cells // 8) < _LEAST_CHART or len(history) < 2:
+        return []
+    labels = [""] * (rows - 2)
+    labels[0], labels[-1] = number(max(history)), number(min(history))
+    drawn = zip(labels, chart(history, cells, rows - 2), strict=True)
+    lines: list[Line] = [[(f" {y:>{_LABEL - 1}} ", _QUIET), (row, _ACCENT)] for y, row in drawn]
+    return [[_MORE, ("greedy return over the whole run", _QUIET)], *lines, []]
 
 
-def _named(name: str, value: str, style: str = "") -> Line:
-    return [(f"{name} ", _QUIET), (value, style)]
+def _mixed(text: str, style: str = "") -> Line:
+    """`text` as spans: what is between tildes is quiet, the rest has `style`."""
+    spans = ((part, _QUIET if i % 2 else style) for i, part in enumerate(text.split("~")))
+    return [span for span in spans if span[0]]
+
+
+def _cells(share: float, cells: int) -> int:
+    return round(min(1.0, max(0.0, share)) * max(0, cells))
 
 
 def _bar(share: float, cells: int) -> Line:
-    done = round(share * max(0, cells))
+    done = _cells(share, cells)
     return [("━" * done, _ACCENT), ("─" * (cells - done), _QUIET)]
 
 
 def _facts(label: str, parts: Sequence[Line], width: int) -> Line:
-    """A label and the parts that fit behind it, whole; the last ones are left out first."""
-    line: Line = [(" " + label.ljust(_LABEL), "")]
-    used = 1 + _LABEL
-    for part in filter(None, parts):
-        gap = "   " if len(line) > 1 else ""
-        used += len(gap) + sum(len(text) for text, _ in part)
-        if used > width:
-            break
-        line += [(gap + part[0][0], part[0][1]), *part[1:]]
-    return line
+    """A label, and behind it the parts that fit."""
+    return [(f" {label:<{_LABEL}}", ""), *_fit(parts, width - 1 - _LABEL, "   ")]
 
 
 def _spread(left: Line, right: Line, width: int) -> Line:
     """`left`, blanks, `right`: `width` cells; a left text that is too long is cut."""
-    room = width - sum(len(text) for text, _ in right)
-    left = _crop(left, room - 1)
-    gap = room - sum(len(text) for text, _ in left)
-    return [*left, (" " * gap, ""), *right]
+    room = max(0, width - _length(right))
+    left = _crop(left, room)
+    return [*left, (" " * (room - _length(left)), ""), *right]
+
+
+def _fit(parts: Sequence[Line], room: int, gap: str = "") -> Line:
+    """The first parts that fit into `room` cells as a whole."""
+    line: Line = []
+    for part in filter(None, parts):
+        between: Line = [(gap, "")] if gap and line else []
+        if _length(line) + _length(between) + _length(part) > room:
+            break
+        line += [*between, *part]
+    return line
+
+
+def _length(line: Line) -> int:
+    return sum(len(text) for text, _ in line)
 
 
 def _crop(line: Line, width: int) -> Line:
+    """The first `width` cells, without what a terminal would obey."""
     cropped: Line = []
     for text, style in line:
-        if width <= 0:
-            break
-        cropped.append((text[:width], style))
-        width -= len(text)
+        if width > 0:
+            shown = text if text.isprintable() else " ".join(printable(text).split("\n"))
+            cropped.append((shown[:width], style))
+            width -= len(text)
     return cropped
 
 
 # Views
 
 
-class NoView:
-    """Shows nothing."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-def open_view(plain: bool = False, stream: TextIO | None = None, quiet: bool = False) -> View:
+def open_view(plain: bool = False, stream: TextIO | None = None) -> View:
     """The picture if `stream` (standard output) is a terminal that can show it, else lines."""
-    if quiet:
-        return NoView()
     stream = stream or sys.stdout
     return LivePicture(stream) if not plain and shows_pictures(stream) else PlainLines(stream)
 
@@ -441,11 +474,11 @@ class LivePicture:
         self._live.stop()
 
 
+@dataclass(frozen=True)
 class Picture:
-    """Adapter: lines of styled text as rich's segments, which skips its slow layout."""
+    """Lines of styled text as rich's segments, which skips its slow layout."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    snapshot: Snapshot
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
@@ -453,7 +486,7 @@ class Picture:
         from rich.segment import Segment
 
         # The last row stays free: a full screen would scroll when the run ends.
-        for line in draw(self._snapshot, options.max_width, max(5, console.height - 1)):
+        for line in draw(self.snapshot, options.max_width, max(5, console.height - 1)):
             for text, style in line:
                 yield Segment(text, console.get_style(style) if style else None)
             yield Segment.line()
@@ -479,13 +512,13 @@ class PlainLines:
             self._due_s = snapshot.wall_s + self._period_s
             lines += [status_line(snapshot), *snapshot.waiting]
         if lines:
-            print("\n".join(lines), file=self._stream, flush=True)
+            say("\n".join(lines), self._stream)
         self._newest = snapshot
 
     def close(self) -> None:
         """Write the last status line."""
         if self._newest is not None:
-            print(status_line(self._newest), file=self._stream, flush=True)
+            say(status_line(self._newest), self._stream)
 
 
 def status_line(snapshot: Snapshot) -> str:
@@ -525,7 +558,7 @@ def summary(
     saved: bool = True,
     unsaved: str = "",
 ) -> list[Line]:
-    """The last lines of a run: its results, its cost, and how to look at it.
+    """The last lines of a run, or of one host's part: its results, its cost, how to look at it.
 
     Args:
         snapshot: the last one, of `Monitor.close()`: its rates and shares are the session's.
@@ -534,61 +567,55 @@ def summary(
         saved: there is a checkpoint to play and to resume from.
         unsaved: what is not on the disk, and why; "": nothing.
     """
-    facts = snapshot.facts
-    batches, ratio = count(snapshot.totals["batches"]), snapshot.samples_per_insert
-    learned = f"{batches} batches, {ratio:.1f} samples per insert, {_stale(snapshot)}"
-    lines = [*_head(snapshot, reason), _line("learned", learned)]
-    if (best := snapshot.best_evaluation) is not None:
-        last = snapshot.evaluations[-1]
-        lines.append(_line("best", _evaluated(best)))
-        if last is not best:
-            lines.append(_line("last", _evaluated(last)))
-        for name, value in facts.references.items():
-            lines.append(_line("", f"{name} {value:g}: {_crossing(snapshot, value)}"))
-    lines.append(_line("memory", _memory(snapshot)))
-    lines.append(_line("waiting", _waiting(snapshot)))
-    if facts.run_dir is None:
-        return lines
+    facts, totals, relay, replay = snapshot.facts, snapshot.totals, snapshot.relay, snapshot.replay
+    learner, best = snapshot.role("learner"), snapshot.best_evaluation
+    learns = learner is not None and not learner.elsewhere
     run, quoted = facts.run_dir, shlex.quote(str(facts.run_dir))
-    lines.append(_line("run", str(run)))
-    if curve is not None:
-        lines.append(_line("curve", str(curve)))
-    if saved:
-        play = f"zapex eval {quoted} --episodes 5" + (" --video game.mp4" if facts.films else "")
-        lines += [_line("watch", play, _COMMAND), _line("resume", facts.resume, _COMMAND)]
-    elif not unsaved:
-        lines.append(_line("", "it ended before there was anything to save"))
-    if unsaved:
-        lines.append(_line("not saved", unsaved, _BAD))
-    return [*lines, _line("inspect", f"tensorboard --logdir {quoted}", _COMMAND)]
-
-
-def summary_of_part(snapshot: Snapshot, reason: str) -> list[Line]:
-    """The closing lines of an actor host or of the replay's host: what it did."""
-    lines = _head(snapshot, reason)
-    if relay := snapshot.relay:
-        chunks = (
-            f"{count(relay['transitions'])} transitions in {count(relay['acknowledged'])} chunks"
-        )
-        again = f"{count(relay['again'])} sent again, {int(relay['unacknowledged'])} given up"
-        lines.append(_line("sent", f"{chunks}, {size(relay['bytes'])}; {again}"))
-    if replay := snapshot.replay:
-        taken = f"{count(replay['inserted'])} transitions inserted, {count(replay['batches'])}"
-        lines.append(_line("replay", f"{taken} batches sampled, {_stale(snapshot)}"))
-        lines.append(_line("memory", _memory(snapshot)))
-    return [*lines, _line("run", str(snapshot.facts.run_dir))]
-
-
-def _head(snapshot: Snapshot, reason: str) -> list[Line]:
-    facts, totals = snapshot.facts, snapshot.totals
     title = facts.environment + (f", {facts.part}" if facts.part else "")
     games = f"{count(totals['frames'])} frames, {count(totals['episodes'])} games"
     speed = f"in {clock(snapshot.wall_s)}; {count(snapshot.rates['frames'])} frames/s"
-    return [[(f" {title}", _STRONG), (f"  {reason}", "")], _line("played", f"{games} {speed}")]
-
-
-def _stale(snapshot: Snapshot) -> str:
-    return f"{snapshot.stale_share:.1%} of the priorities came too late"
+    stale = f"{snapshot.stale_share:.1%} of the priorities came too late"
+    rows = [("played", f"{games} {speed}", "")]
+    if learns:
+        ratio = f"{snapshot.samples_per_insert:.1f} samples per insert"
+        rows.append(("learned", f"{count(totals['batches'])} batches, {ratio}, {stale}", ""))
+    if learns and best is not None:
+        last = snapshot.evaluations[-1]
+        rows.append(("best", _evaluated(best), ""))
+        if last is not best:
+            rows.append(("last", _evaluated(last), ""))
+        for name, value in facts.references.items():
+            rows.append(("", f"{name} {value:g}: {_crossing(snapshot, value)}", ""))
+    if relay:
+        sent = f"{count(relay['transitions'])} transitions in {count(relay['acknowledged'])} chunks"
+        again = f"{count(relay['again'])} sent again, {int(relay['unacknowledged'])} given up"
+        rows.append(("sent", f"{sent}, {size(relay['bytes'])}; {again}", ""))
+    if replay and not learns:
+        taken = f"{count(replay['inserted'])} transitions inserted, {count(replay['batches'])}"
+        rows.append(("replay", f"{taken} batches sampled, {stale}", ""))
+    if replay or learns:
+        live = replay.get("live", 0.0)
+        there = f"{count(live)} transitions in {size(replay.get('bytes_used', 0.0))}"
+        if plain := live * facts.plain_transition_bytes:
+            there += f"; a plain buffer takes {size(plain)}"
+        rows.append(("memory", there, ""))
+    if learns:
+        rows.append(("waiting", _waiting(snapshot), ""))
+    if run is not None:
+        rows.append(("run", str(run), ""))
+    if curve is not None:
+        rows.append(("curve", str(curve), ""))
+    if run is not None and learns:
+        if saved:
+            play = f"zapex eval {quoted} --episodes 5" + " --video game.mp4" * facts.films
+            rows += [("watch", play, _COMMAND), ("resume", facts.resume, _COMMAND)]
+        elif not unsaved:
+            rows.append(("", "it ended before there was anything to save", ""))
+        if unsaved:
+            rows.append(("not saved", unsaved, _BAD))
+        rows.append(("inspect", f"tensorboard --logdir {quoted}", _COMMAND))
+    lines = [[(f" {label:<{_LABEL}}", _QUIET), (text, style)] for label, text, style in rows]
+    return [[(f" {title}", _STRONG), (f"  {reason}", "")], *lines]
 
 
 def _evaluated(evaluation: Evaluation) -> str:
@@ -601,13 +628,6 @@ def _crossing(snapshot: Snapshot, value: float) -> str:
     if first is None:
         return "not reached"
     return f"first reached at {clock(first.wall_s)}, {count(first.frames)} frames"
-
-
-def _memory(snapshot: Snapshot) -> str:
-    live = snapshot.replay.get("live", 0.0)
-    text = f"{count(live)} transitions in {size(snapshot.replay.get('bytes_used', 0.0))}"
-    plain = live * snapshot.facts.plain_transition_bytes
-    return f"{text}; a plain buffer takes {size(plain)}" if plain else text
 
 
 def _waiting(snapshot: Snapshot) -> str:
@@ -625,42 +645,31 @@ def _waiting(snapshot: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def _line(label: str, text: str, style: str = "") -> Line:
-    return [(" " + label.ljust(_LABEL), _QUIET), (text, style)]
-
-
 def print_lines(lines: Sequence[Line], plain: bool = False, stream: TextIO | None = None) -> None:
-    """Write styled lines, or only their text if `stream` is no terminal or plain is asked for."""
+    """Write styled lines, or only their text if `stream` is no terminal or plain is asked for.
+
+    On a terminal the last span of a line is wrapped between words, except commands.
+    """
     stream = stream or sys.stdout
     if plain or not stream.isatty():
-        print("\n".join("".join(text for text, _ in line).rstrip() for line in lines), file=stream)
+        say("\n".join("".join(text for text, _ in line).rstrip() for line in lines), stream)
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(file=stream, highlight=False)
     for *label, (text, style) in lines:
+        shown, indent = printable(text), _length(label)
+        room = console.width - indent
         # A user copies a command as a whole, so it may be longer than the line.
-        indent = sum(len(part) for part, _ in label)
-        whole = text if style == _COMMAND else _wrapped(text, console.width, indent)
-        console.print(Text.assemble(*label, (whole, style)), soft_wrap=True)
+        if style != _COMMAND and room >= _LEAST_COLUMNS:
+            rows = textwrap.wrap(shown, room, break_long_words=False, break_on_hyphens=False)
+            shown = ("\n" + " " * indent).join(rows)
+        known = [(printable(part), style) for part, style in label]
+        console.print(Text.assemble(*known, (shown, style)), soft_wrap=True)
 
 
 def print_table(text: str) -> None:
     """Print lines; on a terminal the last column, after two spaces, is wrapped between words."""
-    if sys.stdout.isatty():
-        width, lines = shutil.get_terminal_size().columns, text.splitlines()
-        starts = [line.rfind("  ") + 2 if "  " in line else 0 for line in lines]
-        text = "\n".join(
-            line[:start] + _wrapped(line[start:], width, start)
-            for line, start in zip(lines, starts, strict=True)
-        )
-    print(text, flush=True)
-
-
-def _wrapped(text: str, width: int, indent: int) -> str:
-    """`text` wrapped between words into the columns from `indent` on."""
-    if width - indent < _LEAST_COLUMNS:
-        return text
-    lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
-    return ("\n" + " " * indent).join(lines)
+    starts = [(line, line.rfind("  ") + 2 if "  " in line else 0) for line in text.splitlines()]
+    print_lines([[(line[:start], ""), (line[start:], "")] for line, start in starts])
