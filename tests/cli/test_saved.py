@@ -1,5 +1,6 @@
 """`zapex export`: a network as ONNX, with the same Q values."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import zapex
 from zapex.agent import networks
 from zapex.agent.export import export
 from zapex.cli import main as cli
-from zapex.errors import ConfigError
+from zapex.errors import ConfigError, ZapexError
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,21 @@ def test_an_export_with_other_values_is_refused(
     monkeypatch.setattr(networks.Nature, "to_plain_input", lambda self, obs: obs.flatten(1) * 1.5)
     with pytest.raises(ConfigError, match="gives other Q values than the network"):
         export(network, tmp_path / "p.onnx", "float32")
+
+
+def test_full_disk_keeps_the_old_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    network = networks.build((4,), np.float32, 2, 8, device="cpu", precision="float32")
+    file = tmp_path / "p.onnx"
+    file.write_text("before")
+
+    def refuse(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ZapexError, match="No space left"):
+        export(network, file, "float32")
+    assert [(path, path.read_text()) for path in tmp_path.iterdir()] == [(file, "before")]
 
 
 def test_without_onnx_it_says_what_to_install(

@@ -66,6 +66,23 @@ def test_missing_or_damaged_keys_are_refused_and_none_overwritten(keys: Path) ->
         curve_keys.load(keys, "reader")
 
 
+def test_full_disk_leaves_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = curve_keys._write
+
+    def write(path: Path, table: dict[str, str]) -> None:
+        if path.name == "learner.key":
+            path.touch()
+            raise OSError(28, "No space left on device")
+        real(path, table)
+
+    monkeypatch.setattr(curve_keys, "_write", write)
+    with pytest.raises(ConfigError, match="No space left"):
+        curve_keys.make(tmp_path / "keys")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(curve_keys, "_write", real)
+    curve_keys.make(tmp_path / "keys")
+
+
 def test_a_pair_of_another_set_is_refused(keys: Path, tmp_path: Path) -> None:
     curve_keys.make(tmp_path / "other")
     (keys / "relay.key").write_text((tmp_path / "other" / "relay.key").read_text())

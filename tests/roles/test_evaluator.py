@@ -1,6 +1,8 @@
 """The evaluator: whole games, counted without bias, filmed as they were played."""
 
 import dataclasses
+import os
+import resource
 import sys
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from zapex.envs.environments import check
 from zapex.envs.streams import make
 from zapex.envs.video import Mp4Writer
-from zapex.errors import ConfigError
+from zapex.errors import ConfigError, ZapexError
 from zapex.roles.evaluator import RunningEvaluation, evaluate
 
 LENGTHS = "tests.support.toy_env:Lengths"
@@ -168,6 +170,22 @@ def test_missing_encoder_names_what_to_install(tmp_path, monkeypatch):
     spec = check(LENGTHS, {"lengths": [5]})
     with pytest.raises(ConfigError, match=r'pip install "zapex\[video\]"'):
         evaluate(prefer_last, spec, 1, seed=0, video=tmp_path / "game.mp4")
+
+
+def test_failed_encoder_is_an_error_and_leaves_the_old_video(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    path = tmp_path / "game.mp4"
+    path.write_text("before")
+    spec = check(LENGTHS, {"lengths": [300]})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(ZapexError, match=r"game\.mp4"):
+            evaluate(prefer_last, spec, 1, seed=0, video=path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["game.mp4"]
 
 
 @pytest.mark.parametrize(

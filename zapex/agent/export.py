@@ -1,5 +1,6 @@
 """A network as an ONNX file that needs no zapex, checked with onnxruntime."""
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from zapex.agent import fused
 from zapex.agent.networks import Network
-from zapex.errors import ConfigError
+from zapex.errors import ConfigError, ZapexError
+from zapex.machine.disk import replace_whole
 
 _ROWS = 5
 _TOLERANCE = 1e-3  # of the largest Q value: sums are made in another order
@@ -35,7 +37,8 @@ def export(network: Network, file: Path, dtype: str) -> float:
     `q_values` float32 (B, num_actions).
 
     Returns the largest difference. Raises ConfigError: onnx or onnxruntime is missing, or the
-    network has an operator that ONNX lacks, or the file gives other Q values.
+    network has an operator that ONNX lacks, or the file gives other Q values. Raises ZapexError if
+    the disk refuses it. An older file is replaced only by one that was checked.
     """
     try:
         import onnx  # noqa: F401
@@ -46,6 +49,7 @@ def export(network: Network, file: Path, dtype: str) -> float:
     obs = rng.normal(size=(_ROWS, *network.obs_shape)).astype(dtype)
     if dtype == "uint8":
         obs = rng.integers(0, 256, obs.shape, dtype=np.uint8)
+    written = io.BytesIO()
     wanted = network(network.to_input(obs)).detach().numpy()
     try:
         with torch.no_grad(), fused.plain_operators(), warnings.catch_warnings():
@@ -53,7 +57,7 @@ def export(network: Network, file: Path, dtype: str) -> float:
             torch.onnx.export(
                 _Whole(network.detached()).eval(),
                 (torch.from_numpy(obs),),
-                str(file),
+                written,  # type: ignore[arg-type]
                 input_names=["obs"],
                 output_names=["q_values"],
                 dynamic_axes={"obs": {0: "B"}, "q_values": {0: "B"}},
@@ -62,7 +66,7 @@ def export(network: Network, file: Path, dtype: str) -> float:
     except (RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"the network cannot be written as ONNX: {first}") from error
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(written.getvalue(), providers=["CPUExecutionProvider"])
     # Not the traced number of rows: it must not have become a part of the file.
     for rows in (_ROWS, 1):
         try:
@@ -72,4 +76,8 @@ def export(network: Network, file: Path, dtype: str) -> float:
         off = float(np.abs(found - wanted[:rows]).max())
         if found.shape != wanted[:rows].shape or off > _TOLERANCE * max(1.0, np.abs(wanted).max()):
             raise ConfigError(f"{file} gives other Q values than the network: they differ by {off}")
+    try:
+        replace_whole(file, [written.getbuffer()])
+    except OSError as error:
+        raise ZapexError(f"{file} cannot be written: {error.strerror}") from error
     return off

@@ -8,6 +8,7 @@ role, so a key stolen from an actor's host cannot publish parameters.
 
 import json
 import os
+import shutil
 import stat
 import struct
 from dataclasses import dataclass, field
@@ -38,27 +39,33 @@ class RoleKeys:
 
 
 def make(directory: Path) -> list[Path]:
-    """Make new keys for every role in a new directory. Raises ConfigError if it exists."""
+    """Make new keys for every role in a new directory. Raises ConfigError if it exists.
+
+    The directory is there with all of them or not at all, also on a full disk.
+    """
     import zmq
 
+    pairs = {role: zmq.curve_keypair() for role in (SERVER, *CLIENTS)}
+    publics = {role: public.decode() for role, (public, _) in pairs.items()}
+    tables: dict[str, dict[str, str]] = {
+        f"{role}.key": {"role": role, "public": publics[role], "secret": secret.decode()}
+        for role, (_, secret) in pairs.items()
+    }
+    tables[_PUBLIC] = publics
+    if os.path.lexists(directory):
+        raise ConfigError(f"{directory} exists: keys are never overwritten; name a new directory")
+    draft = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
     try:
-        directory.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"{directory} exists: keys are never overwritten; name a new directory"
-        ) from None
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir(mode=0o700)
+        draft.chmod(0o700)  # independent of the umask
+        for name, table in tables.items():
+            _write(draft / name, table)
+        draft.rename(directory)
     except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
         raise ConfigError(f"{directory} cannot be made: {error.strerror}") from None
-    directory.chmod(0o700)  # independent of the umask
-    publics, made = {}, []
-    for role in (SERVER, *CLIENTS):
-        public, secret = (key.decode() for key in zmq.curve_keypair())
-        publics[role] = public
-        made.append(directory / f"{role}.key")
-        _write(made[-1], {"role": role, "public": public, "secret": secret})
-    made.append(directory / _PUBLIC)
-    _write(made[-1], publics)
-    return made
+    return [directory / name for name in tables]
 
 
 def load(directory: Path, role: str) -> RoleKeys:
