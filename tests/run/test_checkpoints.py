@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, whatever is killed, cut short or flipped."""
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from zapex.agent import networks
 from zapex.agent.learning import DQN
 from zapex.config.settings import LearnerConfig
+from zapex.envs import environments
 from zapex.envs.environments import EnvironmentSpec
 from zapex.errors import CheckpointError
 from zapex.machine import disk
@@ -390,6 +392,46 @@ def test_another_format_names_both(tmp_path, monkeypatch):
         path = save(tmp_path, BEST)
     with pytest.raises(CheckpointError, match=r"'zapex checkpoint 2'.*'zapex checkpoint 1'"):
         checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schema", []),
+        ("policy", 1),
+        ("counters", "x"),
+        ("totals", [1]),
+        ("params_version", "3"),
+        ("mean_return", "high"),
+        ("returns", ["a"]),
+        ("returns", 3),
+    ],
+)
+def test_fact_of_the_wrong_type_is_named(tmp_path, name, value):
+    path = save(tmp_path, BEST, **{name: value})
+    with pytest.raises(CheckpointError, match=name):
+        checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"observation_shape": [4, "x"]}, {"num_actions": None}, {"observation_dtype": "?!"}, {"stack": 0}]
+)
+def test_unusable_environment_of_a_checkpoint_is_named(tmp_path, wrong):
+    spec = dataclasses.asdict(environments.check("CartPole-v1"))
+    policy = {"environment": spec | wrong, "network": {}}
+    path = save(tmp_path, BEST, policy=policy)
+    with pytest.raises(CheckpointError, match="made from"):
+        checkpoints.made_with(checkpoints.load(path))
+
+
+def test_best_without_a_finite_mean_is_replaced_by_the_next_evaluation(tmp_path):
+    spec = environments.check("CartPole-v1")
+    for mean in ({}, {"mean_return": float("nan")}):
+        save(tmp_path, BEST, **mean)
+        network = networks.build((4,), np.float32, 2, 8, device="cpu", precision="float32")
+        best = BestNetwork(tmp_path, spec, network, lambda code: None)
+        best.offer([1.0], 1, {})
+        assert checkpoints.load(checkpoints.best(tmp_path)).state["mean_return"] == 1.0
 
 
 def test_a_checkpoint_of_another_schema_names_both_sides(tmp_path):

@@ -144,10 +144,24 @@ def load(path: Path) -> Checkpoint:
         raise _damaged(path, "its checksum does not match")
     try:
         state = typed(dict[str, Any], parse_json(text, "its state"), "its state")
-        typed(dict[str, Any], state.get("schema", {}), "its schema")
+        for name, kind in _FACTS.items():
+            if name in state:
+                typed(kind, state[name], f"{name} in its state")
     except ConfigError as error:
         raise _damaged(path, str(error)) from error
     return Checkpoint(path, tensors, state)
+
+
+_FACTS: dict[str, Any] = {
+    "schema": dict[str, Any],
+    "policy": dict[str, Any],
+    "counters": dict[str, int],
+    "totals": dict[str, float],
+    "params_version": int,
+    "mean_return": float,
+    "returns": tuple[float, ...],
+}
+"""The types of the facts of a state; a version may store more of them, or fewer."""
 
 
 def check_schema(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> None:
@@ -290,6 +304,10 @@ def made_with(found: Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig] | None
     try:
         facts = typed(dict[str, dict[str, Any]], facts, "policy")
         spec = typed(EnvironmentSpec, facts["environment"], "environment")
+        np.dtype(spec.observation_dtype)
+        sizes = (*spec.observation_shape, *spec.played_shape, spec.stack, spec.num_actions)
+        if min(sizes) < 1:
+            raise ValueError(f"sizes must be at least 1, got {sizes}")
         return spec, LearnerConfig(**facts["network"])
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
