@@ -46,9 +46,17 @@ def test_memory_counts_the_processes_and_the_replay(machine):
     assert finding("memory", check(7 * GIB, 3, root=machine)).enough
     few = finding("memory", check(7 * GIB, 4, root=machine))
     assert (few.enough, few.found, few.needed) == (False, "8.0 GiB free", "8.2 GiB")
-    assert "--capacity to 88 %" in few.hint
+    assert "--capacity to 86 %" in few.hint
     light = finding("memory", check(7 * GIB, 4, without_torch=3, root=machine))
     assert (light.enough, light.needed) == (True, "7.7 GiB")
+
+
+def test_too_many_processes_are_named_where_no_smaller_replay_helps(machine):
+    few = finding("memory", check(GIB, 504, root=machine))
+    assert not few.enough
+    assert "504 processes" in few.hint
+    assert "--actors" in few.hint
+    assert "--capacity" not in few.hint
 
 
 def test_a_containers_limit_is_the_free_memory(machine):

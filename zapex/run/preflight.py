@@ -93,7 +93,7 @@ def check(
     private_bytes += without_torch * LIGHT_PROCESS_BYTES
     return [
         # Huge pages are reserved: free memory does not include them.
-        _memory(machine, private_bytes + (0 if huge_pages else required_bytes)),
+        _memory(machine, 0 if huge_pages else required_bytes, private_bytes, processes),
         _dev_shm(root),
         *_limits(required_bytes, processes),
         _tasks(processes, root),
@@ -230,18 +230,22 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
-def _memory(machine: Machine, needed_bytes: int) -> Finding:
-    free_bytes = machine.memory_bytes
-    enough = free_bytes >= needed_bytes
-    hint = (
-        ""
-        if enough
-        else (
-            f"lower --capacity to {max(0, 90 * free_bytes // needed_bytes)} % of its value; "
-            f"in a container: docker run --memory {(needed_bytes >> 30) + 2}g"
-        )
-    )
-    return Finding("memory", f"{_gib(free_bytes)} free", enough, _gib(needed_bytes), hint)
+def _memory(machine: Machine, shared_bytes: int, private_bytes: int, processes: int) -> Finding:
+    """The hint names what takes the memory: the replay, or the processes."""
+    free_bytes, needed_bytes = machine.memory_bytes, shared_bytes + private_bytes
+    left_bytes = int(0.9 * free_bytes) - private_bytes
+    if free_bytes >= needed_bytes:
+        hint = ""
+    elif left_bytes > 0:
+        hint = f"lower --capacity to {100 * left_bytes // shared_bytes} % of its value"
+    else:
+        most = max(1, int(0.9 * free_bytes) * processes // needed_bytes)
+        hint = f"{processes} processes are too many, about {most} fit: lower --actors"
+    if hint:
+        hint += f"; in a container: docker run --memory {(needed_bytes >> 30) + 2}g"
+    found = f"{_gib(free_bytes)} free"
+    needed = f"{_gib(needed_bytes)}, {_gib(private_bytes)} of it for {processes} processes"
+    return Finding("memory", found, free_bytes >= needed_bytes, needed, hint)
 
 
 def _dev_shm(root: Path) -> Finding:
