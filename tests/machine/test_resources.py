@@ -14,6 +14,7 @@ from zapex.machine.resources import (
     idle_seconds,
     numa_nodes,
     parse_cpus,
+    process_age_s,
     processor_seconds,
 )
 
@@ -134,6 +135,21 @@ def test_the_kernels_lists_of_cpus_are_read(text: str, cpus: set[int]) -> None:
 def test_a_kernel_without_nodes_has_none(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path) == {}
     assert machine_at(tmp_path, {}).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("uptime", "age_s"),
+    [("1000.50 9.9", 0.5), ("900.00 9.9", 0.0), ("9999999.0 9.9", 0.0), ("", 0.0)],
+)
+def test_age_of_the_process_is_by_the_clock_of_proc(
+    tmp_path: Path, uptime: str, age_s: float
+) -> None:
+    """In a container, the boot time that another clock counts from may be days away."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    ticks = 1000 * os.sysconf("SC_CLK_TCK")
+    (tmp_path / "proc/self/stat").write_text(f"7 (a) b) S {' 0' * 18} {ticks} 0 0")
+    (tmp_path / "proc/uptime").write_text(uptime)
+    assert process_age_s(tmp_path) == pytest.approx(age_s)
 
 
 def test_the_limit_of_open_files_is_raised_for_children_too() -> None:

@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import resource
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from zapex.machine.gpu import Gpu
 
 CORES_VARIABLE = "ZAPEX_CORES"
 _ROOT = Path("/")
+_LONGEST_START_S = 600.0  # a command that seems older has a clock that is wrong
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,18 @@ def processor_seconds(cpus: Collection[int], root: Path = _ROOT) -> tuple[float,
 
 
 def process_age_s(root: Path = _ROOT) -> float:
-    """Seconds since this process was started, before Python began to run."""
+    """Seconds since this process was started, before Python began to run; 0 if it is not known.
+
+    Both times are of /proc: in a sandbox or container its clock may have another origin than
+    CLOCK_BOOTTIME.
+    """
     fields = _read(root / "proc/self/stat").rpartition(")")[2].split()  # the name may hold anything
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    uptime = _read(root / "proc/uptime").split()
+    try:
+        age_s = float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (IndexError, ValueError):
+        return 0.0
+    return age_s if 0.0 <= age_s < _LONGEST_START_S else 0.0
 
 
 def memory_fact(field: str, root: Path = _ROOT) -> int:
