@@ -131,6 +131,9 @@ train SMALL --track                          | pip install "zapex[wandb]"
 train SMALL --visdom http://127.0.0.1:1      | python -m visdom.server
 train SMALL --seeds 1,x                      | --seeds & 1,x
 train SMALL --seeds 1,1                      | --seeds & once
+train SMALL --seeds 1,2 --seed 3             | --seeds & --seed 3
+train SMALL --more-minutes 5                 | --more-minutes & --resume
+train SMALL --more-frames -1                 | --more-frames & -1
 eval run --episodes -1                       | --episodes & at least 1 & -1
 eval run --epsilon 2                         | --epsilon & 0 to 1 & 2
 eval run --device tpu                        | --device & 'tpu'

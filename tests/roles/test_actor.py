@@ -116,6 +116,21 @@ def test_parameters_are_pulled_periodically() -> None:
     assert (np.diff(pulls) == 5).all()
 
 
+def test_actor_that_may_not_step_waits_for_its_end() -> None:
+    one = system(max_frames=30)
+    for _ in range(100):
+        one.step("actor 0")
+        one.step("replay")
+    actor = one.roles["actor 0"]
+    assert 30 <= one.count("actor 0", "frames") < 33
+    assert actor.do_work() == 0
+    assert not actor.ready()
+    held = len(one.replay)
+    actor.close()
+    one.step("replay")
+    assert len(one.replay) > held
+
+
 def test_close_commits_unfinished_chunks() -> None:
     one = system()
     while len(one.played) < 10:

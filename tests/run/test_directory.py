@@ -28,8 +28,9 @@ def store(run_dir: Path, steps: int, name: str = "", **state: object) -> Path:
     return checkpoints.save(run_dir / "checkpoints", name, {}, {"totals": totals, **state})
 
 
-def record(run_dir: Path, steps: int) -> None:
-    line = {"kind": "metrics", "wall_s": 2.0, "steps": steps, "frames": 4 * steps, "batches": 1}
+def record(run_dir: Path, steps: int, batches: int) -> None:
+    counts = {"steps": steps, "frames": 4 * steps, "batches": batches}
+    line = {"kind": "metrics", "wall_s": 2.0, **counts}
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line | {"learner/params_version": 7}) + "\n")
 
@@ -38,7 +39,7 @@ def test_resume_counts_from_the_checkpoint_if_metrics_are_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The metrics said 59,336 frames beside a checkpoint of 121,538 steps."""
-    record(tmp_path, 100)
+    record(tmp_path, 100, batches=1)
     store(tmp_path, 900, params_version=40)
     (tmp_path / "config.toml").write_text("")
     with directory.opened(run_in(tmp_path)) as (run, base):
@@ -52,12 +53,26 @@ def test_resume_reports_learning_lost_since_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store(tmp_path, 900)
-    record(tmp_path, 1000)
+    record(tmp_path, 1000, batches=120)
     (tmp_path / "config.toml").write_text("")
     with directory.opened(run_in(tmp_path)) as (_, base):
-        assert (base["frames"], base["batches"], base["params_version"]) == (4000, 112, 7)
+        assert (base["frames"], base["batches"], base["params_version"]) == (4000, 120, 7)
     said = capsys.readouterr().out
-    assert "resuming at 4,000 frames with step-000000000900, of 3,600 frames: what was" in said
+    assert "resuming at 4,000 frames" in said
+    assert "step-000000000900" in said
+    assert "8 batches" in said
+
+
+def test_resume_after_an_orderly_end_reports_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Actors play on for a moment while the learner saves its last checkpoint."""
+    store(tmp_path, 900)
+    record(tmp_path, 905, batches=112)
+    (tmp_path / "config.toml").write_text("")
+    with directory.opened(run_in(tmp_path)):
+        pass
+    assert "lost" not in capsys.readouterr().out
 
 
 def test_best_evaluation_is_read_from_its_checkpoint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,35 @@ def test_a_run_says_why_its_learner_waits(capsys: pytest.CaptureFixture[str]) ->
     assert train(*SMALL, *limits, "--run-dir", "run") == 0
     reasons = [x for x in capsys.readouterr().out.splitlines() if "of the time" in x]
     assert any("learner" in x and "min_size_to_sample=3000" in x for x in reasons), reasons
+
+
+def test_frame_limit_is_exceeded_by_less_than_a_step_of_all_streams() -> None:
+    assert train(*SMALL, "--max-frames", "301", "--eval-period-s", "0", "--run-dir", "run") == 0
+    assert 301 <= result("run")["frames"] < 301 + 2
+    assert train("--resume", "run", "--more-frames", "200") == 0
+    assert 501 <= result("run")["frames"] < 501 + 2 + 2
+
+
+def test_time_before_the_first_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    an_hour_ago_ns = time.perf_counter_ns() - 3600 * 10**9
+    monkeypatch.setattr(collector, "command_started_ns", lambda: an_hour_ago_ns)
+    assert train(*SMALL, "--max-minutes", "0.05", "--eval-period-s", "0", "--run-dir", "run") == 0
+    facts = result("run")
+    assert facts["reason"] == "0.05 minutes are over"
+    assert facts["frames"] > 100
+
+
+def test_printed_resume_command_continues_after_a_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(*SMALL, "--max-frames", "300", "--eval-period-s", "0", "--run-dir", "run") == 0
+    before = result("run")["frames"]
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "train --resume" in x]
+    command = shlex.split(line[line.index("train") :])
+    assert train("--resume", "run") == 2
+    assert "--more-frames" in capsys.readouterr().err
+    assert train(*command[1:]) == 0
+    assert result("run")["frames"] >= 2 * before - 2
 
 
 def test_the_same_seed_twice_gives_the_same_run_bit_for_bit_and_another_seed_does_not() -> None:

@@ -35,7 +35,7 @@ from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
 from zapex.roles.values import OwnValues, Pull
 from zapex.run.run import Clock, Run
-from zapex.run.topologies import Start, make_core, make_replay
+from zapex.run.topologies import Start, make_core, make_replay, may_step
 from zapex.shm_transport import HostMemory
 
 ACTIONS = 3
@@ -319,6 +319,7 @@ class System:
             reward_clip=self.config.env.reward_clip,
             priorities=self.config.replay.initial_priority == "actor",
             rng=np.random.default_rng(life),
+            may_step=may_step(self.run, self.host),
             clock_ns=self.clock.now_ns,
         )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -41,10 +42,15 @@ class Options:
     """Stop after this many steps of all environments, i.e. --max-frames in steps; 0: no limit."""
     trust: bool = False
     """Allow the modules that a saved run, or the file of --config, names."""
+    more_minutes: float = 0.0
+    """With --resume: stop after this many minutes more, instead of --max-minutes."""
+    more_frames: int = 0
+    """With --resume: stop after this many frames more, instead of --max-frames."""
 
     def __post_init__(self) -> None:
-        if self.total_timesteps < 0:
-            raise ConfigError(f"--total-timesteps must be at least 0, got {self.total_timesteps}")
+        for name in ("total_timesteps", "more_minutes", "more_frames"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{flag_of(name)} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ def _layered(
         raise ConfigError(
             f"--save-replay is for the host with the replay, and `zapex {command}` has none to save"
         )
+    named = given.get("resume", "") not in ("", AUTO)
     path = _settings_file(given, more.config, command, part)
     values = read_settings(path) if path else {}
     check_trust(path, values, given, more.trust)
@@ -142,6 +149,10 @@ def _layered(
 
     layers = Layers(presets.choose(preset, task, machine, part.name, reason))
     layers.put(values, f"from {path}")
+    if named and part.learns:
+        _put_limits(layers, given, more)
+    elif more.more_minutes or more.more_frames:
+        raise ConfigError("--more-minutes and --more-frames are for the learner's --resume RUN")
     changed = layers.put(given, "you gave it")
     if balanced:
         _put_balance(layers, {*values, *given} - {"actors"}, spec, machine)
@@ -157,6 +168,28 @@ def _layered(
                 )
         layers.put({"run_dir": given["resume"]}, "the resumed run's")
     return layers, spec, machine
+
+
+def _put_limits(layers: "Layers", given: dict[str, Any], more: Options) -> None:
+    """The limits of a resumed run, into `given`. Raises ConfigError if nothing is left of one."""
+    from zapex.run import directory
+
+    base = directory.counters(Path(given["resume"]))
+    for limit, added, unit, done in (
+        ("max_minutes", more.more_minutes, "minutes", base.get("wall_s", 0.0) / 60),
+        ("max_frames", more.more_frames, "frames", base.get("frames", 0.0)),
+    ):
+        instead = flag_of(f"more_{unit}")
+        if added and limit in given:
+            raise ConfigError(f"{instead} and {flag_of(limit)} set one limit: give one of them")
+        if added:
+            given[limit] = done + added if unit == "minutes" else int(done) + added
+        value = given.get(limit, layers[limit])
+        if 0 < value <= done:
+            raise ConfigError(
+                f"{given['resume']} has had its {value:,.12g} {unit}: give {flag_of(limit)} above "
+                f"{math.ceil(100 * done) / 100:,.12g}, or {instead}"
+            )
 
 
 def _checked(

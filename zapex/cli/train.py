@@ -42,6 +42,8 @@ def train(args: list[str]) -> int:
     what = "Train on this host until stopped, or until a limit is reached."
     run = resolve(args, "train", what, TrainOptions)
     if run.more.seeds:
+        if any(word.partition("=")[0] == "--seed" for word in args):
+            raise ConfigError(f"--seeds names all seeds: leave --seed {run.config.run.seed} out")
         return _train_each_seed(run, args)
     from zapex.run.train import train as start
 

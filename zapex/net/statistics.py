@@ -7,7 +7,7 @@ The counts of an actor number continue when another host takes the number over.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from zapex.wire.messages import LEARNER, MAX_EPISODES, REPLAY, SMALL, Stats, Wel
 from zapex.wire.protocol import Kind, as_buffer
 
 PERIOD_S = 1.0
+_LEAST_S, _PER_ROLE_S = 0.25, 1 / 256  # with few roles more often: limits of the run depend on it
 SILENT_S = 10.0  # a host that is silent for this long counts as gone
 _AT_MOST = 32  # messages at once: half of a connection's queue, and other work must not wait
 _WAITING = 64  # messages of episodes kept while no learner is connected
@@ -36,7 +37,7 @@ def _now(number: int, block: RoleMetrics, episodes: NDArray[np.void] = _NO_EPISO
 
 
 class _Round:
-    """Every role once per second, and at most as many at once as a connection accepts."""
+    """Every role up to four times per second, at most as many at once as a connection accepts."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s, self._due_s = clock_s, 0.0
@@ -47,13 +48,13 @@ class _Round:
         self._left.clear()
         self._due_s = 0.0
 
-    def go_on(self, numbers: Iterable[int], send: Callable[[int], bool]) -> int:
+    def go_on(self, numbers: Collection[int], send: Callable[[int], bool]) -> int:
         """Send what is due, in order, as far as possible now. Returns how many."""
         now_s = self._clock_s()
         if not self._left:
             if now_s < self._due_s:
                 return 0
-            self._due_s = now_s + PERIOD_S
+            self._due_s = now_s + min(PERIOD_S, max(_LEAST_S, _PER_ROLE_S * len(numbers)))
             self._left.extend(numbers)
         sent = 0
         while self._left and sent < _AT_MOST and send(self._left[0]):

@@ -20,9 +20,21 @@ class Actor:
     priorities |R + discount * max Q(s') - Q(s, a)| of the transitions that end at s', so a second
     pass is not needed (Horgan et al. 2018, appendix).
 
-    values: gives the Q values. epsilons: float64 (S,). anneal: the epsilon of all streams after so
-    many steps of this actor, in place of `epsilons`. priorities: whether it gives any. report:
-    takes finished episodes (dtype EPISODE).
+    Args:
+        streams: the environments.
+        values: gives the Q values.
+        sink: takes the chunks.
+        builder: fills them.
+        metrics: of the role.
+        report: takes finished episodes (dtype EPISODE).
+        epsilons: float64 (S,).
+        first_stream: the number of its first stream in the run.
+        reward_clip: clip rewards to [-1, 1] in the chunks.
+        priorities: whether it gives any.
+        rng: chooses actions.
+        anneal: the epsilon of all streams after so many steps of this actor, instead of `epsilons`.
+        may_step: asked before each step; once it is false the actor waits for its end.
+        clock_ns: the time at an episode's end.
     """
 
     def __init__(
@@ -40,6 +52,7 @@ class Actor:
         priorities: bool,
         rng: np.random.Generator,
         anneal: Callable[[float], float] | None = None,
+        may_step: Callable[[], bool] = lambda: True,
         clock_ns: Callable[[], int],
     ) -> None:
         self._streams, self._values, self._sink = streams, values, sink
@@ -47,9 +60,9 @@ class Actor:
         self._report, self._epsilons, self._first_stream = report, epsilons, first_stream
         self._reward_clip = reward_clip
         self._priorities, self._rng, self._clock_ns = priorities, rng, clock_ns
-        self._anneal = anneal
+        self._anneal, self._may_step = anneal, may_step
         self._version = 0
-        self._awaits: Literal["", "values", "slots"] = ""
+        self._awaits: Literal["", "values", "slots", "end"] = ""
         self._game = self._play()
         shape = streams.num_streams
         self._everyone = np.ones(shape, np.bool_)
@@ -57,14 +70,15 @@ class Actor:
         metrics.enter("other")
 
     def do_work(self) -> int:
-        """One step, or the rest of one. Returns 0 while there are no values or no credit."""
+        """One step, or the rest of one. Returns 0 while there are no values or no credit, and once
+        it may not step."""
         return next(self._game)
 
     def ready(self) -> bool:
         """Whether values or slots may have come: for `wait(ready, timeout_s)`."""
         if self._awaits == "values":
             return self._values.answered()
-        return self._sink.ready() if self._awaits == "slots" else True
+        return self._sink.ready() if self._awaits == "slots" else self._awaits != "end"
 
     def close(self) -> None:
         """Commit unfinished chunks, and stop. A step without its values is not in them."""
@@ -82,6 +96,10 @@ class Actor:
         while True:
             if not waited:
                 yield streams.num_streams
+            while not self._may_step():
+                self._metrics.enter("wait")
+                self._awaits = "end"
+                yield 0
             if self._anneal is not None:
                 self._epsilons = np.full(len(q), self._anneal(self._metrics.value("steps")))
             actions = epsilon_greedy(q, self._epsilons, self._rng)

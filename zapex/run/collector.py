@@ -182,7 +182,7 @@ class Collector:
         """Read new episodes and evaluations, and note which roles have begun to work."""
         for first, blocks in list(self._unseen.items()):
             if any(block.value(_FIRSTS[first][1]) for block in blocks):
-                self._firsts[first] = (time.perf_counter_ns() - self.started_ns) / 1e9
+                self._firsts[first] = self._session_s()
                 del self._unseen[first]
         self._look_at_saves()
         for i in self._new_episodes.find():
@@ -270,15 +270,26 @@ class Collector:
             f"the terminal was closed; the run continues: zapex watch {name}, zapex stop {name}"
         )
 
-    def check_limits(self, frames: float, wall_s: float) -> None:
-        """End the run if one of its limits is reached; only the learner's host checks limits."""
-        limits = self.run.config.run
+    def check_limits(self) -> None:
+        """End the run if one of its limits is reached; only the learner's host checks limits.
+
+        The clock of --max-minutes starts with the session's first step.
+        """
+        limits, base = self.run.config.run, self.base
         if self.ending.reason or not self.run.part.learns:
             return
+        frames, played_s = base.get("frames", 0.0), base.get("wall_s", 0.0)
+        if self.host.metrics("learner").pid:  # it could not save a run that ended before it works
+            frames += sum(block.value("frames") for role, block in self._blocks if role == "actor")
+        if "first_step_s" in self._firsts:
+            played_s += self._session_s() - self._firsts["first_step_s"]
         if limits.max_frames and frames >= limits.max_frames:
             self.end(f"{limits.max_frames:,} frames are played", over=True)
-        elif limits.max_minutes and wall_s >= 60 * limits.max_minutes:
+        elif limits.max_minutes and played_s >= 60 * limits.max_minutes:
             self.end(f"{limits.max_minutes:g} minutes are over", over=True)
+
+    def _session_s(self) -> float:
+        return (time.perf_counter_ns() - self.started_ns) / 1e9
 
     def finish(self) -> Ending:
         """Record the last state and print the summary."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from zapex.errors import ConfigError
 from zapex.machine.disk import replace_whole
@@ -97,7 +96,7 @@ def counters(run_dir: Path) -> dict[str, float]:
     for path in (checkpoints.latest(run_dir), checkpoints.best(run_dir)):
         if path is not None:
             state = checkpoints.load(path).state
-            found = _totals(state) | {"params_version": state.get("params_version")}
+            found = state.get("totals", {}) | {"params_version": state.get("params_version")}
             recorders.raise_to(base, found)
     return base
 
@@ -108,24 +107,20 @@ def evaluations(run_dir: Path) -> list[Evaluation]:
     best = checkpoints.best(run_dir)
     state = checkpoints.load(best).state if best is not None else {}
     with contextlib.suppress(ConfigError):  # of a version that stored less
-        one: Evaluation = typed(Evaluation, {**state, **_totals(state)})
+        one: Evaluation = typed(Evaluation, {**state, **state.get("totals", {})})
         if best_of([*found, one]) is one:
             found.append(one)
     return found
-
-
-def _totals(state: Mapping[str, Any]) -> dict[str, Any]:
-    totals = state.get("totals")
-    return totals if isinstance(totals, dict) else {}
 
 
 def _where(run: Run, base: Mapping[str, float]) -> str:
     """Where a resumed run is."""
     text = f"resuming at {base.get('frames', 0.0):,.0f} frames"
     newest = checkpoints.latest(run.run_dir)
-    learned = _totals(checkpoints.load(newest).state).get("frames") if newest else None
-    if newest is not None and isinstance(learned, (int, float)) and learned < base["frames"]:
-        text += f" with {newest.stem}, of {learned:,.0f} frames: what was learned later is lost"
+    learned = checkpoints.load(newest).state.get("totals", {}).get("batches") if newest else None
+    lost = base.get("batches", 0.0) - learned if isinstance(learned, (int, float)) else 0.0
+    if newest is not None and lost > 0:
+        text += f" with {newest.stem}: what was learned later, from {lost:,.0f} batches, is lost"
     if run.part.holds_replay and is_saved(run.run_dir):
         return f"{text}; its memory is loaded first"
     starts = run.config.replay.learning_starts

@@ -118,7 +118,6 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
 
 def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | None) -> None:
     """Watch until the run ends, or a signal ends it."""
-    learns, host = collector.run.part.learns, collector.host
     while not collector.ending.reason:
         for event in supervisor.poll(_TICK_S):
             _report(collector, event)
@@ -126,18 +125,14 @@ def _watch(supervisor: Supervisor, collector: Collector, populator: Populator | 
             collector.end(str(populator.error), failed=True)
         collector.collect()
         collector.take_notices()
-        snapshot = collector.tick()
-        if snapshot is not None:
-            # The learner could not save a run that ended before it works.
-            works = not learns or host.metrics("learner").pid
-            frames = snapshot.totals["frames"] if works else 0.0
-            collector.check_limits(frames, snapshot.wall_s)
+        collector.tick()
+        collector.check_limits()
         if supervisor.hung_up or collector.monitor.terminal_is_gone:
             supervisor.hung_up = False
             collector.leave_terminal()
         if supervisor.stop_signal is not None:
             collector.end(f"stopped by {supervisor.stop_signal.name}")
-    if collector.ending.over and "endings" in host.plan.rings:
+    if collector.ending.over and "endings" in collector.host.plan.rings:
         _let_replay_end_other_hosts(supervisor, collector)
 
 
@@ -217,8 +212,7 @@ def run_inline(run: Run, base: dict[str, float], caller: Caller | None = None) -
             collector.tick()
             if rounds % _ROUNDS_A_LOOK == 0:
                 collector.take_notices()
-                now = totals()
-                collector.check_limits(now["frames"], now["wall_s"])
+                collector.check_limits()
             if supervisor.hung_up or collector.monitor.terminal_is_gone:
                 supervisor.hung_up = False
                 collector.leave_terminal()

@@ -294,8 +294,22 @@ def make_actor(start: Start) -> Actor:
         priorities=config.replay.initial_priority == "actor",
         rng=np.random.default_rng(actions),
         anneal=_anneal(run) if config.actor.exploration == "linear" else None,
+        may_step=may_step(run, host),
         clock_ns=start.clock.now_ns,
     )
+
+
+def may_step(run: Run, host: HostMemory) -> Callable[[], bool]:
+    """Whether --max-frames leaves a step, if this host's actors are all of the run's.
+
+    Each actor looks before each step, so together they exceed the limit by less than one step each.
+    """
+    limit = run.config.run.max_frames
+    if not limit or run.membership is not None:
+        return lambda: True
+    left = limit - run.steps_before * run.spec.frames_per_step
+    blocks = [host.metrics(f"actor {i}") for i in range(host.plan.actors)]
+    return lambda: sum(block.value("frames") for block in blocks) < left
 
 
 def make_inference(start: Start) -> Inference:

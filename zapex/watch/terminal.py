@@ -608,7 +608,12 @@ def summary(
     if run is not None and learns:
         if saved:
             play = f"zapex eval {quoted} --episodes 5" + " --video game.mp4" * facts.films
-            rows += [("watch", play, _COMMAND), ("resume", facts.resume, _COMMAND)]
+            more = ""  # as much again, where a limit has ended the run
+            if 0 < facts.max_frames <= totals["frames"]:
+                more = f" --more-frames {facts.max_frames}"
+            elif 0 < facts.max_wall_s <= snapshot.wall_s:
+                more = f" --more-minutes {facts.max_wall_s / 60:g}"
+            rows += [("watch", play, _COMMAND), ("resume", facts.resume + more, _COMMAND)]
         elif not unsaved:
             rows.append(("", "it ended before there was anything to save", ""))
         if unsaved:
