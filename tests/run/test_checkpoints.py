@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -130,23 +128,6 @@ def test_an_unreadable_checkpoint_counts_as_the_newest_and_names_the_one_before(
     broken.unlink()
     save(tmp_path, step_name(1), 3)
     assert mark_of(checkpoints.latest(tmp_path)) == 3
-
-
-def test_checkpoints_of_versions_without_numbers_are_older_and_ordered_by_steps(tmp_path):
-    for steps in (20, 3):
-        path = save(tmp_path, step_name(steps), steps)
-        with safetensors.safe_open(path, framework="np") as file:
-            facts = file.metadata()
-        tensors = checkpoints.load(path).tensors
-        layout = [(n, tensors[n].dtype.str, tensors[n].shape) for n in sorted(tensors)]
-        digest = hashlib.sha256(json.dumps([facts["state"], layout]).encode())
-        for name in sorted(tensors):
-            digest.update(tensors[name].data)
-        del facts["number"]
-        safetensors.numpy.save_file(tensors, path, facts | {"sha256": digest.hexdigest()})
-    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [3, 20]
-    save(tmp_path, step_name(1), 1)
-    assert [mark_of(path) for path in checkpoints.listing(tmp_path)] == [3, 20, 1]
 
 
 def test_saving_the_same_name_again_replaces_it(tmp_path):
@@ -414,7 +395,13 @@ def test_fact_of_the_wrong_type_is_named(tmp_path, name, value):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"observation_shape": [4, "x"]}, {"num_actions": None}, {"observation_dtype": "?!"}, {"stack": 0}]
+    "wrong",
+    [
+        {"observation_shape": [4, "x"]},
+        {"num_actions": None},
+        {"observation_dtype": "?!"},
+        {"stack": 0},
+    ],
 )
 def test_unusable_environment_of_a_checkpoint_is_named(tmp_path, wrong):
     spec = dataclasses.asdict(environments.check("CartPole-v1"))

@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zapex.cli.flags import parse, read_settings
+from zapex.cli.flags import parse
 from zapex.cli.resolve import check_trust
-from zapex.config.settings import Config, LearnerConfig
 from zapex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def load_policy(
         ConfigError: the run names a module and `trust` is False, or it cannot be imported.
     """
     found = _found(Path(run), which)
-    network, spec = _network(found, Path(run), trust, device, "auto")
+    network, spec = _network(found, trust, device, "auto")
     return SavedPolicy(network, spec, found.path)
 
 
@@ -85,32 +84,16 @@ def _found(run: Path, which: str) -> "Checkpoint":
 
 
 def _network(
-    found: "Checkpoint", run: Path, trust: bool, device: str, precision: str
+    found: "Checkpoint", trust: bool, device: str, precision: str
 ) -> "tuple[Network, EnvironmentSpec]":
     from zapex.run import checkpoints
 
-    made_with = checkpoints.made_with(found)
-    if made_with is None:
-        made_with = _of_settings(run, trust)
-    spec, config = made_with
+    spec, config = checkpoints.made_with(found)
     check_trust(str(found.path), {"network": config.network}, {}, trust)
     if device not in ("cpu", "cuda", "auto"):
         raise ConfigError(f"device must be auto, cpu or cuda, got {device!r}")
     values: dict[str, Any] = {"device": device, "precision": precision}
     return checkpoints.load_network(found, spec, replace(config, **values)), spec
-
-
-def _of_settings(run: Path, trust: bool) -> "tuple[EnvironmentSpec, LearnerConfig]":
-    """The same from the run's settings, for checkpoints of a version that did not store it."""
-    from zapex.envs import environments
-    from zapex.watch import runs
-
-    path = str(runs.find(str(run)) / "config.toml")
-    values = read_settings(path)
-    check_trust(path, values, {}, trust)
-    config = Config().replace(**values)
-    played = config.env
-    return environments.check(played.env, played.env_kwargs, played.wrapper), config.learner
 
 
 @dataclass(frozen=True)
@@ -140,7 +123,7 @@ def command(args: list[str]) -> int:
     if not options.onnx:
         raise ConfigError("`zapex export` needs a file: zapex export RUN --onnx policy.onnx")
     found = _found(Path(options.run), options.checkpoint)
-    network, spec = _network(found, Path(options.run), options.trust, "cpu", "float32")
+    network, spec = _network(found, options.trust, "cpu", "float32")
     from zapex.agent.export import export
 
     off = export(network, Path(options.onnx), spec.observation_dtype)

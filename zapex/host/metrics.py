@@ -325,16 +325,7 @@ class RoleMetrics:
         Args:
             alive: the process runs, so the time since its last phase change counts, too.
         """
-        header = self._words[:_HEADER_WORDS].tolist()
-        phases = {name: self._words[i] for name, i in self._phases.items()}
-        values: dict[str, float] = {name: self._words[i] for name, i in self._counters.items()}
-        values.update((name, self._floats[i]) for name, i in self._gauges.items())
-        now = self._clock_ns()
-        if alive and header[_PID]:
-            running = self.table.phases[header[_PHASE] - _HEADER_WORDS]
-            phases[running] += max(0, now - header[_START] - sum(phases.values()))
-        values.update((f"phase/{name}", time_ns / 1e9) for name, time_ns in phases.items())
-        return values
+        return sums([self], lambda pid: alive)
 
     def value(self, name: str) -> float:
         """One counter or gauge."""

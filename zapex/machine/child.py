@@ -22,7 +22,7 @@ PARENT_VARIABLE = "ZAPEX_PARENT_PID"
 INCARNATION_VARIABLE = "ZAPEX_INCARNATION"
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 DONE = 79
-"""Exit status of a role that has told its parent why it ends; sysexits.h ends at 78."""
+"""Exit status of a role that has reported to its parent why it ends; sysexits.h ends at 78."""
 _PR_SET_PDEATHSIG = 1
 _CYCLE_S = 1.0  # for the current duty cycle to end; saving comes after it
 _AGAIN_S = 0.05

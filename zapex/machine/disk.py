@@ -83,8 +83,8 @@ def is_locked(path: Path) -> bool:
 def why_not_written(code: int, directory: Path | None) -> str:
     """An error number of a write in words, with what the user can do."""
     full = code in (errno.ENOSPC, errno.EDQUOT)
-    mend = f"; free space on the disk of {directory}, of older runs for example" if full else ""
-    return os.strerror(code) + mend
+    hint = f"; free space on the disk of {directory}, of older runs for example" if full else ""
+    return os.strerror(code) + hint
 
 
 def sync_directory(path: Path) -> None:

@@ -1,23 +1,23 @@
-"""Questions and answers in shared memory: many ask, each at a place of its own, and one answers.
+"""Questions and answers in shared memory: many askers, each with its own place, and one answerer.
 
 Layout, 64-byte aligned; words are int64, two cache lines apart:
 
     | magic, shape | asked 0 | answered 0 | asked 1 | ... | notes | items | values |
 
-    items [places, rows, *item]     what is asked: written in place by who asks
+    items [places, rows, *item]     the questions, written in place by the askers
     values [places, rows, width]    float32, the answers; notes [places]: a number with each
 
-    I1  0 <= answered <= asked; both only grow, also over the lives of who asks
-    I2  every word has exactly one writer (asked: who asks; answered: who answers)
-    I3  an answer is taken only by who asked that very number
+    I1  0 <= answered <= asked; both only grow, also when an asker is restarted
+    I2  every word has exactly one writer (asked: the asker; answered: the answerer)
+    I3  an asker takes only the answer with the number of its own question
     SYNC asked:     ask (release asked)       -> find (acquire asked)
     SYNC answered:  answer (release answered) -> take (acquire answered)
-    Crash: who dies before its one store has asked or answered nothing. The next one at a place
-           asks a larger number, so no answer to its predecessor is ever its own. Who answers next
-           finds every question that is open, and answers it.
+    Crash: a process that dies before its one store has asked or answered nothing. The next asker at
+           that place uses a larger number, so it never takes its predecessor's answer. The next
+           answerer finds and answers every open question.
 
-Who asks writes items only while it has no open question. Only where its predecessor left one open
-are items written beside a reader: that reader's answer has a number that nobody waits for.
+An asker writes items only while it has no open question. Only if its predecessor left one open may
+the answerer read items that are being written; that answer's number is then ignored.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,20 +59,13 @@ def _create_kernel(words: Any, places: int, item_bytes: int, values: int) -> Non
 
 
 @kernel
-def _open_kernel(words: Any, asked: int) -> int:
-    """The number of the open question whose word is `asked`; 0: there is none."""
-    number = load_acquire(words, asked)  # SYNC asked
-    answered = load_relaxed(words, asked + _HOT_WORDS)  # I2: only this end writes it
-    return number if number != answered else 0
-
-
-@kernel
 def _find_kernel(words: Any, found: Any, numbers: Any) -> int:
     """Places with an open question into `found`, their numbers into `numbers`; how many."""
     count = 0
     for place in range(found.size):
-        number = _open_kernel(words, _HOT_WORDS + place * _PLACE_WORDS)
-        if number:
+        asked = _HOT_WORDS + place * _PLACE_WORDS
+        number = load_acquire(words, asked)  # SYNC asked
+        if number != load_relaxed(words, asked + _HOT_WORDS):  # I2: only this end writes it
             found[count], numbers[count] = place, number
             count += 1
     return count
@@ -80,9 +73,13 @@ def _find_kernel(words: Any, found: Any, numbers: Any) -> int:
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """places: how many may ask. rows: items of each question. item, dtype: one item.
+    """The sizes of an exchange.
 
-    width: values of each item.
+    Attributes:
+        places: the most askers.
+        rows: items of each question.
+        item, dtype: the shape and dtype of one item.
+        width: values of each item.
     """
 
     places: int
@@ -146,16 +143,16 @@ class Exchange:
         return True, ""
 
     def asker(self, place: int, wake: Wake) -> "Asker":
-        """The end that asks at a place. Only one process may use it at a time.
+        """The asker's end at a place. Only one process may use it at a time.
 
-        wake: wakes who answers.
+        wake: wakes the answerer.
         """
         return Asker(self, place, wake)
 
     def answerer(self, wake: Sequence[Wake]) -> "Answerer":
-        """The end that answers. Only one process may use it at a time.
+        """The answerer's end. Only one process may use it at a time.
 
-        wake: wakes who asks, by place.
+        wake: wakes the asker of each place.
         """
         return Answerer(self, wake)
 

@@ -106,7 +106,7 @@ def set_policy(mode: int, nodes: Collection[int]) -> None:
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
     call = ctypes.CDLL(None, use_errno=True).syscall
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this number.
     if call(_SET_MEMPOLICY, mode, ctypes.byref(mask) if nodes else None, _MASK_BITS + 1) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -199,16 +199,16 @@ class Segment:
             page_bytes = memory_fact("Hugepagesize") or mmap.PAGESIZE
             size_bytes = -(-size_bytes // page_bytes) * page_bytes
             free_bytes = page_bytes * memory_fact("HugePages_Free")
-            mend = f"reserve them: sysctl vm.nr_hugepages={size_bytes // page_bytes}"
+            hint = f"reserve them: sysctl vm.nr_hugepages={size_bytes // page_bytes}"
             flags |= os.MFD_HUGETLB
         else:
             free_bytes = Machine.look().memory_bytes
-            mend = "ask for less (a smaller capacity) or free some memory"
+            hint = "ask for less (a smaller capacity) or free some memory"
         needed = f"segment {name!r} needs {size_bytes / 2**20:.1f} MiB"
         # A memfd has no file system limit: above this, the kernel kills and does not refuse.
         if size_bytes > free_bytes:
             raise SharedMemoryError(
-                errno.ENOSPC, f"{needed}, {free_bytes / 2**20:.1f} MiB are free; {mend}"
+                errno.ENOSPC, f"{needed}, {free_bytes / 2**20:.1f} MiB are free; {hint}"
             )
         fd = -1
         try:
@@ -222,10 +222,10 @@ class Segment:
             if fd >= 0:
                 os.close(fd)
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                mend = "close what is open, or raise the limit: ulimit -n shows and sets it"
+                hint = "close what is open, or raise the limit: ulimit -n shows and sets it"
             raise SharedMemoryError(
                 error.errno,
-                f"{needed}: {error.strerror}; {free_bytes / 2**20:.1f} MiB free; {mend}",
+                f"{needed}: {error.strerror}; {free_bytes / 2**20:.1f} MiB free; {hint}",
             ) from error
 
     @classmethod

@@ -1,25 +1,16 @@
-"""TCP connections on Linux: their send buffers, and how many a process may have."""
+"""TCP connections on Linux: their send buffers, and what they have received."""
 
 import os
-import resource
 import socket
 import struct
 from contextlib import suppress
 
-# A connection's send buffer in the kernel (docs/decisions.md). From this
-# round trip on the kernel chooses the size again.
+# A connection's send buffer in the kernel (docs/decisions.md). From this round trip on the kernel
+# chooses the size again.
 SEND_BUFFER_BYTES, FAR_US = 160 << 10, 200
 _SO_BUF_LOCK, _SNDBUF_LOCKED = 72, 1  # of Linux, from 5.15 on
 _MIN_RTT_AT = 148  # tcpi_min_rtt, microseconds, in Linux's struct tcp_info
 _RECEIVED_AT = 128  # tcpi_bytes_received, the same
-
-
-def allow_descriptors() -> None:
-    """Allow as many connections as this user may have: one peer with many must not block others."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def let_grow_if_far(fd: int) -> None:

@@ -17,9 +17,9 @@ import zmq
 from zapex.errors import ConfigError, PeerError
 from zapex.fstack import Setup
 from zapex.machine.memory import keep_memory
+from zapex.machine.resources import open_files_limit
 from zapex.machine.tcp import (
     SEND_BUFFER_BYTES,
-    allow_descriptors,
     let_grow_if_far,
     received_bytes,
 )
@@ -174,7 +174,7 @@ def listen(
             lambda key: role_of(z85.encode(key).decode()),
         )
     keep_memory()
-    allow_descriptors()
+    open_files_limit()
     try:
         return listener.listen(
             "0.0.0.0" if address.host == "*" else address.host,
@@ -411,7 +411,7 @@ def _router(
     context: "zmq.Context[Any]", url: str, security: Security, largest_buffer_bytes: int
 ) -> Any:
     """A bound ROUTER. Its ZapHandler must exist. Raises ZMQError if the address is in use."""
-    allow_descriptors()
+    open_files_limit()
     router = context.socket(zmq.ROUTER)
     _set_options(router, security, largest_buffer_bytes, {zmq.ROUTER_MANDATORY: 1})
     router.zap_domain = _DOMAIN

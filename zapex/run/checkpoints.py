@@ -43,9 +43,7 @@ FORMAT = "zapex checkpoint 1"
 BEST = "best"
 _SUFFIX = ".safetensors"
 _KEPT = 3
-_UNREADABLE = (
-    1 << 62
-)  # sorted last: a damaged checkpoint is an error; never fall back to an older one
+_UNREADABLE = 1 << 62  # the last: a damaged checkpoint is an error, an older one no replacement
 _STEP = re.compile(r"step-(\d{12,})")
 _STEP_FILE = re.compile(_STEP.pattern + re.escape(_SUFFIX))
 _RETRY_S = 30.0  # after the disk has refused
@@ -218,16 +216,16 @@ def _numbered(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _number(path: Path) -> int:
-    """A step checkpoint's number; 0 from versions that gave none, -1 if it no longer exists."""
+    """A step checkpoint's number; -1 if it no longer exists."""
     from safetensors import SafetensorError, safe_open
 
     try:
         open_regular(path).close()
         with safe_open(path, framework="np") as file:
-            return max(0, int((file.metadata() or {}).get("number", 0)))
+            return max(0, int(file.metadata()["number"]))
     except FileNotFoundError:
         return -1
-    except (OSError, SafetensorError, ValueError):
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError):
         return _UNREADABLE
 
 
@@ -247,8 +245,7 @@ def _checksum(tensors: Mapping[str, NDArray[Any]], state: str, number: str) -> s
     """A checksum of the content, not of the file, so that the file can hold it."""
     names = sorted(tensors)
     layout = [(name, tensors[name].dtype.str, tensors[name].shape) for name in names]
-    numbered = [state, layout, *([number] if number else [])]  # there was none in earlier versions
-    digest = hashlib.sha256(json.dumps(numbered).encode())
+    digest = hashlib.sha256(json.dumps([state, layout, number]).encode())
     for name in names:
         digest.update(tensors[name].data)
     return digest.hexdigest()
@@ -293,16 +290,10 @@ def find(run_dir: Path, name: str) -> Path:
     return path
 
 
-def made_with(found: Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig] | None:
-    """The environment and the network of a checkpoint; None: its version did not record them.
-
-    Raises CheckpointError if they cannot be used.
-    """
-    facts = found.state.get("policy")
-    if facts is None:
-        return None
+def made_with(found: Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig]:
+    """The environment and the network of a checkpoint. Raises CheckpointError if unusable."""
     try:
-        facts = typed(dict[str, dict[str, Any]], facts, "policy")
+        facts = typed(dict[str, dict[str, Any]], found.state["policy"], "policy")
         spec = typed(EnvironmentSpec, facts["environment"], "environment")
         np.dtype(spec.observation_dtype)
         sizes = (*spec.observation_shape, *spec.played_shape, spec.stack, spec.num_actions)

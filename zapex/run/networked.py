@@ -7,8 +7,8 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ from zapex.net.sockets import listen
 from zapex.net.statistics import SILENT_S, StatsHandler, StatsReader, StatsSender
 from zapex.replay.shards import Shares
 from zapex.roles.intake import Intake
-from zapex.roles.learner import Learner
 from zapex.roles.relay import Outbox, Relay
 from zapex.roles.replay_server import ReplayServer
 from zapex.run import directory, preflight
@@ -74,28 +73,10 @@ def security_of(membership: Membership) -> Security:
     return Security.load(membership.keys, key, membership.insecure_network)
 
 
-class Watched(Protocol):
-    """A link that reports its state.
-
-    Attributes:
-        over: why the run has ended; "" while it runs.
-    """
-
-    over: str
-
-    @property
-    def waiting(self) -> str:
-        """What this end waits for, and for how long; "" while it is answered."""
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last answer."""
-
-
 class LinkWatch:
     """Reports what this host waits for and since when, when that ends, and when the run ends."""
 
-    def __init__(self, link: Watched, notices: Notices, peer: str = "the replay") -> None:
+    def __init__(self, link: ZmqLink, notices: Notices, peer: str = "the replay") -> None:
         self._link, self._notices, self._peer = link, notices, peer
         self._reported = ""
         self._since_s = self._due_s = 0.0
@@ -119,17 +100,31 @@ class LinkWatch:
 
 
 class LinkedRole(Attended):
-    """A relay or learner, with its links to the replay or to all shards."""
+    """A relay or learner, with its links to the replay or to all shards.
 
-    def __init__(self, role: DutyCycle, links: Sequence[ZmqLink], watches: Sequence[LinkWatch]):
-        self._role, self._links, self._watches = role, links, watches
+    Args:
+        role: the role.
+        links: shard 0's first.
+        chores: called after each duty cycle.
+        saves: whether the role has something to save when the run is over.
+    """
+
+    def __init__(
+        self,
+        role: DutyCycle,
+        links: Sequence[ZmqLink],
+        chores: Sequence[Callable[[], object]],
+        *,
+        saves: bool,
+    ) -> None:
+        self._role, self._links, self._chores, self._saves = role, links, chores, saves
         self.fds = [fd for link in links for fd in link.fds]
 
     def do_work(self) -> int:
-        """One duty cycle of the role; then report what is new about the links."""
+        """One duty cycle of the role; then the chores."""
         work = self._role.do_work()
-        for watch in self._watches:
-            watch.do_work()
+        for chore in self._chores:
+            chore()
         return work
 
     def ready(self) -> bool:
@@ -141,6 +136,11 @@ class LinkedRole(Attended):
         self._role.close()
         for link in self._links:
             link.close(bye=Bye())
+
+    def save(self) -> None:
+        """Save a learner's checkpoint."""
+        if self._saves:
+            self._role.close()
 
 
 def _make_links(start: Start, actors: int = 0) -> tuple[list[ZmqLink], list[LinkWatch]]:
@@ -217,7 +217,7 @@ def make_relay(start: Start) -> LinkedRole:
         report=StatsSender(link, blocks, _take_finished(host, membership)).do_work,
         ended=lambda: not any(host.incarnation(f"actor {i}") for i in range(plan.actors)),
     )
-    return LinkedRole(relay, links, watches)
+    return LinkedRole(relay, links, [watch.do_work for watch in watches], saves=False)
 
 
 def _take_finished(host: HostMemory, membership: Membership) -> Callable[[int], NDArray[np.void]]:
@@ -255,42 +255,7 @@ class BothSinks:
         self._there.publish(version, parameters)
 
 
-class LearnerHost(LinkedRole):
-    """The learner, with its links to the replay or to all shards."""
-
-    def __init__(
-        self,
-        role: Learner,
-        links: Sequence[ZmqLink],
-        watches: Sequence[LinkWatch],
-        statistics: StatsSender,
-        metrics: RoleMetrics,
-        shares: Shares | None,
-    ) -> None:
-        super().__init__(role, links, watches)
-        self._statistics, self._shares = statistics, shares
-        self._metrics = metrics
-        if shares is not None:
-            metrics.set("shards", len(links))
-
-    def do_work(self) -> int:
-        """One duty cycle; then the links' own work, and statistics."""
-        work = self._role.do_work()
-        for link in self._links:
-            link.do_work()
-        self._statistics.do_work()
-        for watch in self._watches:
-            watch.do_work()
-        if self._shares is not None:
-            count_shares(self._shares, self._metrics)
-        return work
-
-    def save(self) -> None:
-        """Save a checkpoint."""
-        self._role.close()
-
-
-def make_learner_host(start: Start) -> LearnerHost:
+def make_learner_host(start: Start) -> LinkedRole:
     """Make the learner, once the replay has answered with the newest version's number."""
     host, metrics = start.host, start.host.metrics("learner")
     links, watches = _make_links(start)
@@ -305,8 +270,12 @@ def make_learner_host(start: Start) -> LearnerHost:
         except PeerTimeout:
             watches[0].do_work()
     learner = make_learner(start, BothSinks(host.mailbox(), sink), source)
-    shares = source.shares if isinstance(source, ShardedSampleSource) else None
-    return LearnerHost(learner, links, watches, sender, metrics, shares)
+    chores: list[Callable[[], object]] = [link.do_work for link in links]
+    chores += [sender.do_work, *(watch.do_work for watch in watches)]
+    if isinstance(source, ShardedSampleSource):
+        metrics.set("shards", len(links))
+        chores.append(partial(count_shares, source.shares, metrics))
+    return LinkedRole(learner, links, chores, saves=True)
 
 
 def count_shares(shares: Shares, metrics: RoleMetrics) -> None:

@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import mmap
 import os
 import resource
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,7 +28,6 @@ _PROCESS_ADDRESSES_BYTES = 4 << 30  # libraries and stacks map far more than the
 _DESCRIPTORS = 96  # segments, sockets, logs, recorders, what libraries open
 _DESCRIPTORS_PER_PROCESS = 2  # the parent has a pidfd and an eventfd of each
 _THREADS_PER_PROCESS = 8  # of the libraries, the emulators, the terminal
-_MADV_POPULATE_WRITE = 23
 _ANSWER_S = 5.0
 _LIMITS = {
     errno.EMFILE: "raise the limit of open files, `ulimit -n`",
@@ -39,7 +36,6 @@ _LIMITS = {
     errno.ENOMEM: "no memory for another process",
     errno.ENOSPC: "the disk of the run's directory is full",
 }
-_UNCONFINED = "in a container: docker run --security-opt seccomp=unconfined"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +90,11 @@ def check(
     return [
         # Huge pages are reserved: free memory does not include them.
         _memory(machine, 0 if huge_pages else required_bytes, private_bytes, processes),
-        _dev_shm(root),
         *_limits(required_bytes, processes),
         _tasks(processes, root),
         _cores(machine, processes),
         _huge_pages(required_bytes, huge_pages, root),
-        *_kernel(),
+        _kernel(),
         _kernel_cache(),
         _cuda(machine, cuda_visible_devices, cuda, root),
     ]
@@ -244,16 +239,7 @@ def _memory(machine: Machine, shared_bytes: int, private_bytes: int, processes: 
     if hint:
         hint += f"; in a container: docker run --memory {(needed_bytes >> 30) + 2}g"
     found = f"{_gib(free_bytes)} free"
-    needed = f"{_gib(needed_bytes)}, {_gib(private_bytes)} of it for {processes} processes"
-    return Finding("memory", found, free_bytes >= needed_bytes, needed, hint)
-
-
-def _dev_shm(root: Path) -> Finding:
-    try:
-        found = f"{_gib(shutil.disk_usage(root / 'dev/shm').free)} free"
-    except OSError:
-        found = "none"
-    return Finding("/dev/shm", found, True, "none: the replay is in a memfd")
+    return Finding("memory", found, free_bytes >= needed_bytes, _gib(needed_bytes), hint)
 
 
 def _limits(required_bytes: int, processes: int) -> Iterator[Finding]:
@@ -310,33 +296,24 @@ def _huge_pages(required_bytes: int, asked_for: bool, root: Path) -> Finding:
     return Finding("huge pages", found, enough, str(needed), hint)
 
 
-def _kernel() -> Iterator[Finding]:
+def _kernel() -> Finding:
     """Try features instead of comparing versions: a sandbox may forbid what the kernel offers."""
-    release = f"Linux {os.uname().release}"
-    seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    for what, since in (("memfd", "3.17"), ("pidfd", "5.3"), ("eventfd", "2.6.27")):
-        descriptor = -1
-        try:
-            if what == "memfd":
-                descriptor = os.memfd_create("zapex doctor", os.MFD_ALLOW_SEALING)
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seal)
-            elif what == "pidfd":
-                descriptor = os.pidfd_open(os.getpid())
-            else:
-                descriptor = os.eventfd(0)
-            yield Finding(what, "works")
-        except OSError as error:
-            refused = f"{release} refuses: {error.strerror}"
-            yield Finding(what, refused, False, f"Linux {since} or newer", _UNCONFINED)
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        try:
-            page.madvise(_MADV_POPULATE_WRITE)
-            yield Finding("populate", "works")
-        except OSError:  # pages are touched one by one
-            yield Finding("populate", f"not in {release}", True, "Linux 5.14 for a faster start")
+    opened: list[int] = []
+    needed = "memfd with seals, pidfd and eventfd: Linux 5.3 or newer"
+    try:
+        opened.append(os.memfd_create("zapex doctor", os.MFD_ALLOW_SEALING))
+        fcntl.fcntl(opened[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        opened.append(os.pidfd_open(os.getpid()))
+        opened.append(os.eventfd(0))
+    except OSError as error:
+        what = ("memfd", "pidfd", "eventfd")[len(opened)]
+        found = f"Linux {os.uname().release} refuses {what}: {error.strerror}"
+        hint = "in a container: docker run --security-opt seccomp=unconfined"
+        return Finding("kernel", found, False, needed, hint)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return Finding("kernel", f"Linux {os.uname().release}", True, needed)
 
 
 def _kernel_cache() -> Finding:

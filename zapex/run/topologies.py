@@ -433,17 +433,17 @@ def make_learner(
         dqn.online.load_flat(newest)
         dqn.target.load_flat(newest)
     learns = resolve_name(run.wrap)(dqn) if run.wrap else dqn
-    training = plan_training(run, host, dqn, learns, replay_is_here=source is None)
+    here = source is None
+    trainer, batches, gather_threads, frames = plan_training(run, host, dqn, learns, here)
     if source is None:
-        source = host.sample_source(training.gather_threads, training.frames)
-    trainer = training.trainer
+        source = host.sample_source(gather_threads, frames)
     if cores is not None and trainer is None:
         trainer = AtOnce(learns, after=cores.look)
     return Learner(
         learns,
         source,
         parameters,
-        training.batches,
+        batches,
         host.metrics("learner"),
         checkpoints,
         prefetch=host.plan.prefetch,
@@ -527,26 +527,10 @@ def _idle_cores(run: Run, dqn: "DQN") -> "IdleCores | None":
     return IdleCores(threads, given_cores(), idle_s=idle_seconds, set_threads=set_threads)
 
 
-@dataclass(frozen=True)
-class Training:
-    """How the learner of a run steps, and where its batches and the replay's frames are.
-
-    Attributes:
-        trainer: None: the DQN's own steps, at once.
-        batches: to be used in turn.
-        gather_threads, frames: for the source, if the replay is on this host.
-    """
-
-    trainer: Trainer | None
-    batches: list[Batch]
-    gather_threads: int
-    frames: DeviceFrames | None
-
-
 def plan_training(
     run: Run, host: HostMemory, dqn: "DQN", learns: Any, replay_is_here: bool
-) -> Training:
-    """Decide by the learner's device and the settings.
+) -> tuple[Trainer | None, list[Batch], int, DeviceFrames | None]:
+    """How the learner steps, by its device and the settings.
 
     Args:
         run: the run.
@@ -554,6 +538,10 @@ def plan_training(
         dqn: the learner's networks.
         learns: `dqn`, or what the run's `wrap` made of it.
         replay_is_here: the experience is in this host's memory.
+
+    Returns:
+        The trainer (None: the DQN's own steps, at once), the batches to use in turn, and for the
+        source: the threads that gather, and the frames.
 
     Raises:
         ConfigError: `replay_device` does not fit.
@@ -580,7 +568,7 @@ def plan_training(
     # With fewer requests ahead, no next batch has come when the learner begins with one.
     ahead = (threads > 0 or not replay_is_here) and plan.prefetch >= 3 + late
     batches = [Batch.empty(layout, pin_memory=cuda) for _ in range(1 + late + ahead)]
-    return Training(trainer, batches, threads, frames)
+    return trainer, batches, threads, frames
 
 
 def _check_replay_device(replay_device: str, device: str, replay_is_here: bool) -> None:
@@ -673,9 +661,8 @@ def totals_of(host: HostMemory, base: dict[str, float], started_ns: int) -> Tota
     def look() -> dict[str, float]:
         totals = dict(base)
         for role, block in blocks:
-            counts = block.snapshot(alive=False)
             for name in (name for name, counted_by in TOTALS.items() if counted_by == role):
-                totals[name] = totals.get(name, 0.0) + counts[name]
+                totals[name] = totals.get(name, 0.0) + block.value(name)
         elapsed_s = (time.perf_counter_ns() - started_ns) / 1e9
         totals["wall_s"] = base.get("wall_s", 0.0) + elapsed_s
         return totals
