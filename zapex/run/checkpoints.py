@@ -154,7 +154,7 @@ _FACTS: dict[str, Any] = {
     "schema": dict[str, Any],
     "policy": dict[str, Any],
     "counters": dict[str, int],
-    "totals": dict[str, float],
+    "totals": dict[str, Any],
     "params_version": int,
     "mean_return": float,
     "returns": tuple[float, ...],
