@@ -281,13 +281,6 @@ def survives() -> Iterator[Row]:
             f"{text}, {one['at_the_replay']:,} chunks", str(one["lost"]), str(one["doubled"]),
             "`tests.stress.network_kills`",
         )  # fmt: skip
-    left = kills["group_kills"]["processes_left"] + kills["parent_kills"]["processes_left"]
-    yield "140 whole runs killed: processes left", str(left), None, "`tests.stress.group_kills`"
-    torn = sum(run["torn"] for run in kills["mailbox_reads"]["runs"])
-    yield (
-        "parameters read against a busy writer, 10^7 times", None, str(torn),
-        "`tests.stress.mailbox_reads`",
-    )  # fmt: skip
 
 
 def files() -> Iterator[Row]:

@@ -235,21 +235,6 @@ def test_one_draw_comes_from_each_part_of_the_total() -> None:
     assert (probabilities == 1 / 1000).all()
 
 
-def test_without_replacement_each_draw_is_among_the_rest() -> None:
-    leaves = np.zeros(70)
-    chosen = [3, 17, 18, 69]
-    leaves[chosen] = [1.0, 2.0, 3.0, 4.0]
-    tree, rng, n = tree_of(leaves), np.random.default_rng(0), 40_000
-    counts: dict[tuple[int, ...], int] = {}
-    for _ in range(n):  # 30 % of these begin with a repeat
-        key = tuple(tree.sample(2, rng, "without_replacement")[0].tolist())
-        counts[key] = counts.get(key, 0) + 1
-    pairs = [(a, b) for a in chosen for b in chosen if a != b]
-    exact = [leaves[a] / 10.0 * leaves[b] / (10.0 - leaves[a]) for a, b in pairs]
-    assert counts.keys() == set(pairs)
-    assert_chi_square(np.array([counts[pair] for pair in pairs]), n * np.array(exact))
-
-
 def test_the_generator_is_splitmix64() -> None:
     assert int(_spin(np.uint64(0))) == 0xE220A8397B1DCDAF
     assert int(_spin(np.uint64(1234567))) == 6457827717110365317

@@ -56,9 +56,3 @@ def test_rounds_give_median_and_spread_of_every_figure() -> None:
     assert found.medians["a"] == {"us": {"p50": 2.0}, "rows": [5.0]}
     assert found.medians["b"]["us"]["p50"] == 20.0
     assert found.spreads["a"]["us"]["p50"] == [pytest.approx(1.2), pytest.approx(7.6)]
-
-
-def test_round_may_lack_a_figure_that_another_has() -> None:
-    turns = iter([{"pulls": {}, "system": "a"}, {"pulls": {"ms": 4.0}, "system": "a"}])
-    found = in_rounds({"cell": lambda: next(turns)}, 2)
-    assert found.medians["cell"] == {"pulls": {"ms": 4.0}, "system": "a"}

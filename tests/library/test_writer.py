@@ -5,8 +5,6 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.chunks.test_builder import Game
 from tests.support.keys import indices_of
@@ -28,81 +26,6 @@ def new_replay(stack=2, n=2, capacity=4000, chunk=8, **options):
     schema = Schema(columns, n_step=n, gamma=GAMMA)
     options = {"alpha": 1.0, "eps": 0.0, "seed": 0, "streams": 4, **options}
     return PrioritizedReplay(capacity, schema, chunk=chunk, **options)
-
-
-class VectorGame:
-    """Streams that reset themselves as Gymnasium's three modes do."""
-
-    def __init__(self, rng, streams, stack, padding, autoreset, end):
-        self.rng, self.end, self.autoreset = rng, end, autoreset
-        self.game = Game(streams, stack, padding)
-        self.over = np.zeros(streams, bool)
-
-    def reset(self):
-        for i in range(len(self.over)):
-            self.game.reset(i)
-        return self.game.seen.copy()
-
-    def step(self):
-        """(next_obs, reward, terminated, truncated, final_obs, begun)."""
-        streams = len(self.over)
-        begun = self.over if self.autoreset == "next_step" else np.zeros(streams, bool)
-        for i in range(streams):
-            self.game.reset(i) if begun[i] else self.game.step(i)
-        reward = np.where(begun, 0.0, self.rng.integers(-3, 4, streams))
-        terminated = ~begun & (self.rng.random(streams) < self.end)
-        truncated = ~begun & (self.rng.random(streams) < self.end)
-        self.over = terminated | truncated
-        final = self.game.seen.copy()
-        if self.autoreset == "same_step":
-            for i in np.flatnonzero(self.over):
-                self.game.reset(i)
-        return self.game.seen.copy(), reward, terminated, truncated, final, begun
-
-
-def play(rng, replay, *, streams, steps, autoreset, padding="zero", end=0.1, final="array"):
-    """Random play into a writer and into the twins; checks after each step what can be drawn."""
-    schema = replay.core.layout.schema
-    writer = replay.writer(streams, autoreset)
-    env = VectorGame(rng, streams, schema.stack, padding, autoreset, end)
-    twins = [NaiveNStep(schema.n_step, GAMMA) for _ in range(streams)]
-    obs = env.reset()
-    writer.reset(obs)
-    for i, twin in enumerate(twins):
-        twin.begin(obs[i])
-    for step in range(steps):
-        obs, reward, terminated, truncated, last, begun = env.step()
-        action = 1000 * step + np.arange(streams)
-        mask = rng.random((streams, 2)).astype(np.float32)
-        priority = 1.0 + rng.random(streams)
-        final_obs = None
-        if autoreset == "same_step" and env.over.any():
-            final_obs = last
-            if final == "objects":
-                final_obs = np.full(streams, None, object)
-                for i in np.flatnonzero(env.over):
-                    final_obs[i] = last[i]
-        writer.add(
-            action=action, reward=reward, next_obs=obs, terminated=terminated,
-            truncated=truncated, priority=-priority, final_obs=final_obs, mask=mask,
-        )  # fmt: skip
-        for i, twin in enumerate(twins):
-            if begun[i]:
-                twin.begin(obs[i])
-                continue
-            twin.add(
-                (action[i], mask[i], priority[i]), reward[i], last[i],
-                bool(terminated[i]), bool(env.over[i]), 0.0, 0.0,
-            )  # fmt: skip
-            if env.over[i] and autoreset == "same_step":
-                twin.begin(obs[i])
-        if autoreset == "disabled" and env.over.any():
-            for i in np.flatnonzero(env.over):
-                env.game.reset(i)
-                twins[i].begin(env.game.seen[i].copy())
-            writer.reset(env.game.seen, env.over)
-        assert replay.core.inserted == sum(len(twin.transitions) for twin in twins)
-    return writer, [row for twin in twins for row in twin.transitions]
 
 
 def check_rows(replay, expected):
@@ -128,25 +51,6 @@ def check_rows(replay, expected):
     return len(positive)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**31), streams=st.integers(1, 4), stack=st.integers(1, 3),
-    n=st.integers(1, 4), autoreset=st.sampled_from(["next_step", "same_step", "disabled"]),
-    padding=st.sampled_from(["zero", "repeat", "distinct"]),
-    end=st.sampled_from([0.0, 0.05, 0.4]), final=st.sampled_from(["array", "objects"]),
-)  # fmt: skip
-def test_every_transition_is_the_twins_and_can_be_drawn_at_once(
-    seed, streams, stack, n, autoreset, padding, end, final
-):
-    rng = np.random.default_rng(seed)
-    replay = new_replay(stack, n)
-    _, expected = play(
-        rng, replay, streams=streams, steps=40, autoreset=autoreset, padding=padding, end=end,
-        final=final,
-    )  # fmt: skip
-    assert check_rows(replay, expected) == len(expected)
-
-
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_resets_in_mid_episode_never_close_a_chunk_without_a_row(tmp_path, chunk):
     replay = new_replay(n=3, capacity=200, chunk=chunk)
@@ -170,20 +74,6 @@ def test_resets_in_mid_episode_never_close_a_chunk_without_a_row(tmp_path, chunk
     assert check_rows(replay, twin.transitions) == len(twin.transitions) > 8
     replay.save(tmp_path)
     assert check_rows(PrioritizedReplay.load(tmp_path), twin.transitions) == len(replay)
-
-
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
-def test_a_small_memory_keeps_the_newest_and_never_an_open_chunk_goes(autoreset):
-    rng = np.random.default_rng(4)
-    replay = new_replay(capacity=40, chunk=4)
-    writer, expected = play(rng, replay, streams=4, steps=60, autoreset=autoreset)
-    assert 40 - 4 <= check_rows(replay, expected) <= 40
-    newest = {row[1][0] for row in expected if row[1][0] >= 57_000}
-    drawn = set(replay.sample(len(replay), method="without_replacement").action.tolist())
-    assert newest <= drawn
-    writer.close()
-    assert replay.core.ledger.counts["granted"] == 0
-    assert len(replay) >= 36
 
 
 def test_keys_of_a_growing_chunk_stay_good_while_it_grows():

@@ -24,14 +24,62 @@ import zapex
 from benchmarks.support.harness import add_json, evidence
 from benchmarks.support.machine import Watch
 from tests.support.naive import NaiveNStep
-from tests.support.schemas import NUMBER, as_given, random_schema, shuffled, steps_of, values
-from zapex import PrioritizedReplay
+from zapex import Column, PrioritizedReplay, Schema
 from zapex.chunks.batch import aligned_zeros
 from zapex.library.url_server import LibraryConfig, make_cycle
 
 PLACES = ("owner", "handle", "url")
 MODES = ("next_step", "same_step", "disabled")
 DEADLINE_S = 60.0
+
+
+DTYPES = ("u1", "i1", "i2", "i8", "u4", "f2", "f4", "f8", "?", ">i2", "c8")
+NUMBER = "row"  # an extra column that every schema has: which transition this is
+
+
+def random_column(rng, stack=1):
+    shape = tuple(rng.integers(1, 4, rng.integers(0, 3)).tolist())
+    return Column(shape, DTYPES[rng.integers(len(DTYPES))], stack, int(rng.integers(-1, 1)))
+
+
+def random_schema(rng, n_step=None):
+    """One observation column or several, an action, some extra columns; and NUMBER."""
+    names = rng.permutation(["right", "left", "up", "a"])[: rng.integers(1, 4)]
+    columns = {f"obs/{name}": random_column(rng, int(rng.integers(1, 5))) for name in names}
+    if rng.random() < 0.4:
+        columns = {"obs": random_column(rng, int(rng.integers(1, 5)))}
+    columns["action"] = random_column(rng)
+    for name in rng.permutation(["a_mask", "mask", "zeta"])[: rng.integers(0, 4)]:
+        columns[str(name)] = random_column(rng)
+    columns[NUMBER] = Column((), np.int64)
+    order = rng.permutation(list(columns)).tolist()
+    n_step = n_step or int(rng.integers(1, 6))
+    return Schema({name: columns[name] for name in order}, n_step, gamma=0.9)
+
+
+def shuffled(rng, schema):
+    """The same columns in another order."""
+    order = rng.permutation(list(schema.columns)).tolist()
+    columns = {name: schema.columns[name] for name in order}
+    return Schema(columns, schema.n_step, schema.gamma)
+
+
+def values(rng, column, shape):
+    """Random values of a column; all of them equal themselves."""
+    return rng.integers(0, 100, shape).astype(column.dtype)
+
+
+def as_given(columns):
+    """Observation columns as a user gives them: an array, or a dict by name."""
+    if "obs" in columns:
+        return columns["obs"]
+    return {name.removeprefix("obs/"): array for name, array in columns.items()}
+
+
+def steps_of(rng, schema, rows, first):
+    """Actions and extra columns of `rows` transitions, numbered from `first`."""
+    steps = {n: values(rng, c, (rows, *c.shape)) for n, c in schema.step_columns.items()}
+    return {**steps, NUMBER: np.arange(first, first + rows)}
 
 
 class Game:
@@ -180,6 +228,10 @@ class Player:
         last, final = game.seen(), None
         if self.mode == "same_step" and self.over.any():
             final = as_given(last)
+            if isinstance(final, np.ndarray) and rng.random() < 0.5:  # as Gymnasium gives it
+                final = np.full(streams, None, object)
+                for i in np.flatnonzero(self.over):
+                    final[i] = as_given(last)[i]
             for i in np.flatnonzero(self.over):
                 game.reset(i)
         seen = game.seen()

@@ -131,26 +131,6 @@ def test_a_disk_with_too_little_room_is_one_line_and_the_former_save_is_whole(
     assert read_manifest(tmp_path)["replay"]["counters"]["inserted"] == 32
 
 
-def test_a_save_that_fails_leaves_none_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay, saves = core(), Saves()
-    add(replay, 0, 4)
-    save(replay, saves, tmp_path)
-    files = set(tmp_path.iterdir())
-    add(replay, 100, 4)
-    write = snapshots.write_whole
-
-    def full(path: Path, parts: Iterable[Any]) -> int:
-        write(path, parts)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(snapshots, "write_whole", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        save(replay, saves, tmp_path)
-    assert set(tmp_path.iterdir()) == files
-
-
 @pytest.mark.parametrize("step", ["chunks", "state", "manifest"])
 def test_a_process_killed_in_a_save_leaves_the_former_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

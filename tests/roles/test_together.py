@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.audit import ChunkAudit
 from tests.support.fake_system import System, spec
+from zapex.chunks.layout import FREE, STATE
 from zapex.config.settings import Config
 
 
@@ -120,3 +122,30 @@ def test_slots_of_a_dead_actor_come_back_before_its_restart() -> None:
     assert system.replay.ledger.counts["granted"] == 0
     assert system.limiter.outstanding == 0
     system.check_slots()
+
+
+@pytest.mark.parametrize("fault", ["lost", "torn", "doubled", ""])
+def test_the_audit_of_a_memory_finds_each_fault(fault: str) -> None:
+    config = Config().replace(
+        actors=2, envs_per_actor=2, capacity=256, learning_starts=16, batch_size=8, hidden=8
+    )
+    system = System(config, spec(1))
+    system.goes_on(batches=5, chunks=20)
+    audit, store, ledger = (
+        ChunkAudit(system.host.store()),
+        system.replay.store,
+        system.replay.ledger,
+    )
+    assert audit.look()
+    if fault == "lost":
+        store.header_rows[ledger.live[-2], STATE] = FREE
+    elif fault == "torn":
+        store.mem[store.body(ledger.live[3]) + 70] ^= 1
+    elif fault == "doubled":
+        original, copy = ledger.live[-1], ledger.free_slots[0]
+        store.header_rows[copy] = store.header_rows[original]
+    else:
+        system.goes_on(batches=20, chunks=100)  # evictions are none
+    audit.look()
+    counts = {"lost": audit.lost, "torn": audit.torn, "doubled": audit.doubled}
+    assert {name for name, count in counts.items() if count} == {fault} - {""}

@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.parts import (
-    VARIABLES,
     Cluster,
     check_account,
     cluster_in,
@@ -247,27 +244,3 @@ def test_whoever_finds_nobody_says_whom_it_waits_for_and_ends_at_ctrl_c(cluster:
     assert host.ends(GRACE_S, signal.SIGINT) == 130
     assert time.monotonic() - began_s < GRACE_S
     assert not host.run.exists()
-
-
-@pytest.mark.slow  # CI runs `make cluster-demo`
-@pytest.mark.timeout(300)
-def test_the_demo_on_loopback_accounts_for_everything(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.cluster_demo",
-            "--loopback",
-            "--minutes",
-            "2",
-            "--run-dir",
-            str(tmp_path / "run"),
-        ],
-        env={**os.environ, **VARIABLES},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 lost, 0 doubled" in done.stdout

@@ -1,6 +1,7 @@
 """Documentation and examples run as written."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -46,44 +47,48 @@ def test_a_diff_of_the_migration_guide_gives_a_program_that_runs(library, monkey
     assert stats["updates_applied"] > 0
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def run(*arguments, timeout_s=110):
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True,
     ).stdout  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("cartpole_dqn", "1500"), ("sac_pendulum", "600")])
-def test_an_example_runs_from_end_to_end(name, steps):
-    out = run(f"examples/{name}.py", "--total-steps", steps, "--learning-starts", "200")
-    assert "episodes; mean return of the last" in out
-
-
-# With forkserver test_handle.py's processes are quicker.
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("spawn", marks=pytest.mark.slow),
-        pytest.param("forkserver", marks=pytest.mark.slow),
-    ],
-)
-def test_the_example_of_two_processes_runs_from_end_to_end(method):
-    few = ["--total-steps", "1500", "--learning-starts", "200", "--start-method", method]
-    out = run("examples/cartpole_two_processes.py", *few)
-    assert "episodes; mean return of the last" in out
-    assert int(re.search(r"(\d+) updates", out).group(1)) > 200
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cartpole_dqn", "cartpole_two_processes"])
 def test_the_cartpole_example_learns(name):
-    out = run(f"examples/{name}.py", "--total-steps", "30000", timeout_s=600)
+    out = run(str(ROOT / "examples" / f"{name}.py"), "--total-steps", "30000", timeout_s=600)
     assert float(re.search(r"mean return of the last 20: ([\d.]+)\n.*\{", out).group(1)) > 150
 
 
 @pytest.mark.slow
-def test_the_stable_baselines_example_runs():
-    pytest.importorskip("stable_baselines3")
-    out = run("examples/sb3_dqn.py", "--total-steps", "2000")
-    assert "effective_capacity" in out
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("cartpole_dqn", "--total-steps 1500 --learning-starts 200", "mean return of the last"),
+        ("sac_pendulum", "--total-steps 600 --learning-starts 200", "mean return of the last"),
+        ("cartpole_two_processes", "--total-steps 900 --learning-starts 200", "updates"),
+        ("own_env", "--max-frames 1500", "first move"),
+        ("own_env", "--max-frames 1500 --whole", "first move"),
+        ("own_network", "--max-frames 1500", "Q values of an upright pole"),
+        ("optuna_sweep", "--trials 2 --max-frames 1500", "best"),
+        ("sb3_dqn", "--total-steps 2000", "effective_capacity"),
+    ],
+)
+def test_an_example_says_what_it_found(name, words, says):
+    library = {"optuna_sweep": "optuna", "sb3_dqn": "stable_baselines3"}.get(name, "zapex")
+    pytest.importorskip(library)
+    assert says in run(str(ROOT / "examples" / f"{name}.py"), *words.split())
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom():
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    program = "\n".join([*code, "print('the end', result.steps, mine.steps)"])
+    assert "the end" in run("-c", program)  # a main module that is no file, as in a kernel

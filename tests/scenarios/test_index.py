@@ -48,6 +48,15 @@ def run(
     return done.stdout
 
 
+def copy_of_the_source(to: Path) -> Path:
+    """What a build needs, in another place: it leaves things beside its sources."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to)
+    without_caches = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "zapex", to / "zapex", ignore=without_caches)
+    return to
+
+
 def interpreter(version: str) -> str | None:
     """A Python of this version: on the path, in pyenv's directory, or the one that runs this."""
     names = [
@@ -67,11 +76,7 @@ def interpreter(version: str) -> str | None:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, and the wheel that was built from it."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    without_caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "zapex", source / "zapex", ignore=without_caches)
+    source = copy_of_the_source(tmp_path_factory.mktemp("source"))
     out = ROOT / "dist" if FULL else source / "dist"
     for old in out.glob("zapex-*"):
         old.unlink()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zapex.agent.learning import DQN
 from zapex.cli import main as cli
 from zapex.run import checkpoints, collector
 from zapex.watch import recorders
@@ -115,58 +114,6 @@ def test_the_same_seed_twice_gives_the_same_run_bit_for_bit_and_another_seed_doe
     assert first.state["counters"] == second.state["counters"]
     assert any(not np.array_equal(t, other.tensors[name]) for name, t in first.tensors.items())
     assert a["returns"] != c["returns"]
-
-
-def seen_in(batches: list[dict[str, Any]]) -> set[str]:
-    """What a learner's batches show of how they were drawn, weighed and summed up."""
-    found = set()
-    if any((batch["discount"] == np.float32(0.99**3)).any() for batch in batches):
-        found.add("returns of 3 steps")
-    if np.mean([batch["weights"].min() for batch in batches]) < 0.9:
-        found.add("weights")
-    # Of rows drawn before: how often they are drawn again, the half with large errors and the rest.
-    error: dict[int, float] = {}
-    again = {True: 0, False: 0}
-    for batch in batches:
-        if len(error) > 200:
-            middle = float(np.median(list(error.values())))
-            for key in batch["keys"].tolist():
-                if key in error:
-                    again[error[key] > middle] += 1
-        error |= zip(batch["keys"].tolist(), np.abs(batch["errors"]).tolist(), strict=True)
-    assert sum(again.values()) > 1000
-    if again[True] > 1.5 * again[False]:
-        found.add("priorities")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("flags", "missing"),
-    [
-        ([], ""),
-        pytest.param(["--alpha", "0"], "priorities", marks=pytest.mark.slow),
-        pytest.param(["--beta", "0"], "weights", marks=pytest.mark.slow),
-        pytest.param(["--n-step", "1"], "returns of 3 steps", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_draws_by_priority_weighs_and_sums_three_rewards_unless_told_otherwise(
-    flags: list[str], missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches: list[dict[str, Any]] = []
-    learn = DQN.learn
-
-    def seen(dqn: DQN, batch: Any, phase: Any) -> Any:
-        errors, facts = learn(dqn, batch, phase)
-        kept = {name: batch[name].copy() for name in ("keys", "weights", "discount")}
-        batches.append({**kept, "errors": errors.copy()})
-        return errors, facts
-
-    monkeypatch.setattr(DQN, "learn", seen)
-    limits = ["--max-frames", "1500", "--eval-period-s", "0", "--seed", "3"]
-    assert train(*SMALL, *limits, *flags, "--run-dir", "run") == 0
-    wanted = {"priorities", "weights", "returns of 3 steps"} - {missing}
-    # All rows weigh the same where all are drawn alike.
-    assert seen_in(batches) == wanted - ({"weights"} if missing == "priorities" else set())
 
 
 def test_ale_runs_saves_goes_on_and_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:

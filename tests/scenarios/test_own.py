@@ -1,6 +1,5 @@
 """Own environments, wrappers, networks and losses: trained, evaluated, resumed, used elsewhere."""
 
-import json
 import os
 import re
 import subprocess
@@ -208,43 +207,3 @@ def test_a_game_of_ale_with_a_wrapper_is_grey_and_84_pixels_wide() -> None:
     played = streams.make(spec, 1, seed=1)
     assert played.reset().std() > 1
     played.close()
-
-
-def example(name: str, *args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [[], ["--whole"]])
-def test_the_example_of_an_environment_runs(whole: list[str]) -> None:
-    assert "first move" in example("own_env.py", "--max-frames", "1500", *whole)
-
-
-@pytest.mark.slow
-def test_the_example_of_a_network_runs() -> None:
-    assert "Q values of an upright pole" in example("own_network.py", "--max-frames", "1500")
-
-
-@pytest.mark.slow
-def test_the_example_of_a_sweep_runs() -> None:
-    pytest.importorskip("optuna")
-    assert "best" in example("optuna_sweep.py", "--trials", "2", "--max-frames", "1500")
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_from_top_to_bottom() -> None:
-    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    program = "\n".join([*code, "print('the end', result.steps, mine.steps)"])
-    done = subprocess.run(  # a main module that is no file, as in a kernel
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "the end" in done.stdout

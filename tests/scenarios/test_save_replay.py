@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.test_train import Command, start
+from tests.scenarios.test_train import start
 from tests.support.parts import Part, cluster_in
 
 SMALL = [
@@ -33,45 +33,37 @@ def batches(part: Part) -> float:
 
 @pytest.mark.scenario
 def test_a_run_that_is_stopped_and_resumed_learns_at_once_from_the_memory_that_it_had(
-    start: Callable[..., Command],
+    start: Callable[..., Part],
 ) -> None:
-    args = ["--max-frames", "0", "--plain", "--save-replay", "stop"]
+    args = ["--save-replay", "stop"]
     first = start(*SMALL, *args)
     first.wait_for(lambda: [x for x in first.metrics() if x["batches"]], "batches")
-    assert first.ends(signal.SIGTERM, IN_TIME_S) == 0
+    assert first.ends(IN_TIME_S, signal.SIGTERM) == 0
     saved = number(first.output, "saved in run/replay")
     assert saved > 1000
     learned = first.metrics()[-1]["batches"]
 
-    again = start("--plain", main=RESUME)
-    again.wait_for(lambda: "zapex: actor 0" in again.children(), "an actor")
-    again.children()["zapex: actor 0"].send_signal(signal.SIGSTOP)  # it plays no more, or never did
+    again = start("--resume", "run")
+    again.wait_for(lambda: "actor 0" in again.children(), "an actor")
+    again.children()["actor 0"].send_signal(signal.SIGSTOP)  # it plays no more, or never did
     again.wait_for(lambda: again.metrics()[-1]["batches"] > learned, "batches without an actor")
     assert number(again.output, "loaded from run/replay") == saved
-    assert again.ends(signal.SIGINT, IN_TIME_S) == 0
+    assert again.ends(IN_TIME_S, signal.SIGINT) == 0
     assert number(again.output, "saved in run/replay") >= saved
     assert "Traceback" not in again.output
 
 
-RESUME = """
-import sys
-from zapex.cli import main as cli
-words = ["train", "--resume", "run", *sys.argv[4:]]  # not: train --run-dir run
-sys.exit(cli.main(words))
-"""
-
-
 @pytest.mark.slow
 def test_a_run_whose_replay_does_not_save_in_time_ends_and_says_so(
-    start: Callable[..., Command],
+    start: Callable[..., Part],
 ) -> None:
-    args = ["--max-frames", "0", "--plain", "--save-replay", "stop"]
+    args = ["--save-replay", "stop"]
     command = start(*SMALL, *args, main=STUCK)
     command.wait_for(lambda: [x for x in command.metrics() if x["inserted"]], "transitions")
-    assert command.ends(signal.SIGTERM, IN_TIME_S) == 1
+    assert command.ends(IN_TIME_S, signal.SIGTERM) == 1
     assert "the memory is not saved: the disk is too slow" in command.output
     assert "the memory is not saved: the replay ended before that" in command.output
-    assert command.left_over() == []
+    assert command.is_gone()
 
 
 # The replay never hears that it must end, as if its disk hung.

@@ -1,6 +1,8 @@
 """Every switch for ablations changes what it says, and nothing else turns off with it."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,11 @@ class Seen:
     def __init__(self) -> None:
         self.batches: list[dict[str, Any]] = []
         self.epsilons: list[Any] = []
-        self.priorities: list[float] = []
 
 
-@pytest.fixture
-def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+@contextlib.contextmanager
+def watched(directory: Path) -> Iterator[Seen]:
+    """In that directory, what the runs of this process show."""
     found = Seen()
     learn, count = DQN.learn, Actor._count
 
@@ -45,17 +45,36 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
             for obs in ("obs", "next_obs"):
                 nets[f"{name} {obs}"] = net(net.to_input(tensors[obs])).detach()
         errors, facts = learn(dqn, batch, enter)
-        found.batches.append({**tensors, **nets, "errors": errors.copy(), "facts": facts,
-                              "dqn": dqn, "sizes": len(dqn.online.shapes)})  # fmt: skip
+        found.batches.append(
+            {**tensors, **nets, "errors": errors.copy(), "facts": facts, "dqn": dqn}
+        )
         return errors, facts
 
     def counted(actor: Actor, step: Any) -> None:
         found.epsilons.append(actor._epsilons.copy())
         count(actor, step)
 
-    monkeypatch.setattr(DQN, "learn", learned)
-    monkeypatch.setattr(Actor, "_count", counted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(DQN, "learn", learned)
+        patch.setattr(Actor, "_count", counted)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Of a run with no switch."""
+    with watched(tmp_path_factory.mktemp("usual")) as found:
+        run(max_frames=600)
     return found
+
+
+@pytest.fixture
+def seen(tmp_path: Path, usual: Seen) -> Iterator[Seen]:
+    """Of the runs of a test."""
+    with watched(tmp_path) as found:
+        yield found
 
 
 def run(**switches: Any) -> zapex.Result:
@@ -84,12 +103,12 @@ def fits(batches: list[dict[str, Any]], rule: Any) -> bool:
     return all(torch.allclose(targets(b), rule(b), rtol=1e-3, atol=1e-3) for b in batches)
 
 
-def test_double_chooses_with_the_online_network_and_no_double_with_the_target(seen: Seen) -> None:
-    run(max_frames=600)
-    assert fits(seen.batches, double)
-    assert not fits(seen.batches, single)
-    seen.batches.clear()
-    run(double=False, run_dir="other", max_frames=600)
+def test_double_chooses_with_the_online_network_and_no_double_with_the_target(
+    seen: Seen, usual: Seen
+) -> None:
+    assert fits(usual.batches, double)
+    assert not fits(usual.batches, single)
+    run(double=False, max_frames=600)
     assert fits(seen.batches, single)
     assert not fits(seen.batches, double)
 
@@ -106,19 +125,20 @@ def test_munchausen_adds_the_scaled_log_policy(seen: Seen) -> None:
     assert torch.cat(added).min() < -1e-3
 
 
-def test_no_dueling_has_one_stream(seen: Seen) -> None:
+def test_no_dueling_has_one_stream(seen: Seen, usual: Seen) -> None:
     run(dueling=False)
     assert "value.weight" not in seen.batches[0]["dqn"].online.shapes
-    run(run_dir="other")
-    assert "value.weight" in seen.batches[-1]["dqn"].online.shapes
+    assert "value.weight" in usual.batches[0]["dqn"].online.shapes
     assert zapex.load_policy("run").q_values(np.zeros(4, np.float32)).shape == (2,)
 
 
-def test_layer_norm_makes_q_values_independent_of_the_scale_of_a_layer(seen: Seen) -> None:
+def test_layer_norm_makes_q_values_independent_of_the_scale_of_a_layer(
+    seen: Seen, usual: Seen
+) -> None:
     obs = torch.randn(8, 4)
-    for name, switch in (("run", True), ("other", False)):
-        run(layer_norm=switch, run_dir=name)
-        online = seen.batches[-1]["dqn"].online
+    run(layer_norm=True)
+    for found, switch in ((seen, True), (usual, False)):
+        online = found.batches[-1]["dqn"].online
         before = online(online.to_input(obs)).detach().clone()
         for part in ("weight", "bias"):
             online.views[f"dense1.{part}"].mul_(10.0)
@@ -127,37 +147,34 @@ def test_layer_norm_makes_q_values_independent_of_the_scale_of_a_layer(seen: See
         assert torch.allclose(before, after, rtol=1e-2, atol=1e-2) is switch
 
 
-def test_n_step_sums_so_many_rewards(seen: Seen) -> None:
-    for n in (1, 3):
-        seen.batches.clear()
-        run(n_step=n, run_dir=f"run{n}")
-        discounts = torch.cat([b["discount"] for b in seen.batches])
+def test_n_step_sums_so_many_rewards(seen: Seen, usual: Seen) -> None:
+    run(n_step=1)
+    for found, n in ((seen, 1), (usual, 3)):
+        discounts = torch.cat([b["discount"] for b in found.batches])
         assert discounts.max() == pytest.approx(0.99**n)
-        rewards = torch.cat([b["reward"] for b in seen.batches])  # each step's is 1
+        rewards = torch.cat([b["reward"] for b in found.batches])  # each step's is 1
         assert rewards.max() == pytest.approx(sum(0.99**i for i in range(n)))
 
 
-def test_alpha_0_draws_all_alike(seen: Seen) -> None:
-    for alpha in (0.0, 0.6):
-        seen.batches.clear()
-        run(alpha=alpha, run_dir=f"run{alpha}")
-        weights = torch.cat([b["weights"] for b in seen.batches])
-        assert bool((weights == 1.0).all()) is (alpha == 0.0)
+@pytest.mark.parametrize("switch", ["alpha", "beta", ""])
+def test_alpha_0_and_beta_0_weigh_all_alike(switch: str, seen: Seen, usual: Seen) -> None:
+    if switch:
+        run(**{switch: 0.0})
+    batches = seen.batches if switch else usual.batches
+    weights = torch.cat([b["weights"] for b in batches])
+    assert bool((weights == 1.0).all()) is bool(switch)
 
 
-def test_initial_priority_max_draws_new_transitions_alike(seen: Seen) -> None:
-    for first in ("actor", "max"):
-        seen.batches.clear()
-        run(initial_priority=first, run_dir=first)
-        weights = seen.batches[0]["weights"]  # nothing has been learned yet
-        assert bool((weights == 1.0).all()) is (first == "max")
+def test_initial_priority_max_draws_new_transitions_alike(seen: Seen, usual: Seen) -> None:
+    run(initial_priority="max")
+    for found, alike in ((seen, True), (usual, False)):
+        weights = found.batches[0]["weights"]  # nothing has been learned yet
+        assert bool((weights == 1.0).all()) is alike
 
 
-def test_exploration_is_a_ladder_or_a_line(seen: Seen) -> None:
-    run(eps_base=0.4)
-    np.testing.assert_allclose(seen.epsilons, [[0.4, 0.4**8]] * len(seen.epsilons))
-    seen.epsilons.clear()
-    run(exploration="linear", eps_end=0.2, exploration_frames=100, run_dir="other")
+def test_exploration_is_a_ladder_or_a_line(seen: Seen, usual: Seen) -> None:
+    np.testing.assert_allclose(usual.epsilons, [[0.4, 0.4**8]] * len(usual.epsilons))
+    run(exploration="linear", eps_end=0.2, exploration_frames=100)
     np.testing.assert_allclose(seen.epsilons[0], [1.0, 1.0])
     np.testing.assert_allclose(seen.epsilons[-1], [0.2, 0.2])
     np.testing.assert_allclose(seen.epsilons[25], [1.0 - 0.8 * 50 / 100] * 2, atol=0.03)
@@ -182,12 +199,10 @@ def test_the_loss_is_half_the_square_or_hubers(loss: str, seen: Seen) -> None:
     assert max(np.abs(b["errors"]).max() for b in seen.batches) > 1.0  # where the two differ
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("rmsprop", optimisers.CentredRMSProp), ("adam", optimisers.Adam)]
-)
-def test_the_optimiser_is_the_one_asked_for(name: str, kind: type, seen: Seen) -> None:
-    run(optimizer=name)
-    assert type(seen.batches[0]["dqn"].optimiser) is kind
+def test_the_optimiser_is_the_one_asked_for(seen: Seen, usual: Seen) -> None:
+    run(optimizer="rmsprop")
+    assert type(seen.batches[0]["dqn"].optimiser) is optimisers.CentredRMSProp
+    assert type(usual.batches[0]["dqn"].optimiser) is optimisers.Adam
 
 
 @pytest.mark.slow

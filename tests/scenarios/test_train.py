@@ -5,19 +5,14 @@ promise a user; the waits for them to get there are long, because the machine ma
 """
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
-import pty
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -25,28 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support import audit
+from tests.support.parts import VARIABLES, Part
 from zapex.cli import main as cli
 from zapex.cli.flags import read_settings as settings_of
 from zapex.config.settings import Config
 from zapex.envs import environments
 from zapex.run import checkpoints, train
 from zapex.run.run import Run
-from zapex.watch import recorders
 
-ROOT = Path(__file__).parents[2]
-SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--max-frames", "0", "--plain"]
-VARIABLES = {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "TERM": "xterm-256color",
-    "LC_ALL": "C.UTF-8",
-}
+SMALL = ["--env", "CartPole-v1", "--preset", "smoke", "--max-frames", "0"]
 OVER_S = 5.0  # what is promised; see _in_time
-ROLES = {"zapex: actor 0", "zapex: replay", "zapex: learner", "zapex: evaluator"}
+ROLES = {"actor 0", "replay", "learner", "evaluator"}
 
 
 def _in_time() -> float:
@@ -57,108 +44,12 @@ def _in_time() -> float:
     return OVER_S * max(1.0, (time.perf_counter() - began_s) / cpu_s)
 
 
-def _title(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline()).strip()
-    return ""
-
-
-def _terminal_into(file: int) -> int:
-    """A terminal of 100x40 whose output goes to `file` until its last holder closes it."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
-    copy = os.dup(file)
-
-    def drain() -> None:
-        with contextlib.suppress(OSError):  # EIO: nobody holds the other end
-            while data := os.read(ours, 1 << 16):
-                os.write(copy, data)
-        os.close(ours)
-        os.close(copy)
-
-    threading.Thread(target=drain, daemon=True).start()
-    return theirs
-
-
-class Command:
-    """`zapex train ...` in a directory of its own; everything it starts ends with the test."""
-
-    def __init__(self, directory: Path, *args: str, main: str = "", terminal: bool = False) -> None:
-        self.directory = directory
-        self.output_path = directory / "output.txt"
-        self.shared_before = set(os.listdir("/dev/shm"))
-        self._children: dict[int, psutil.Process] = {}
-        start = ["-c", main] if main else ["-m", "zapex"]
-        with self.output_path.open("wb") as file:
-            output = _terminal_into(file.fileno()) if terminal else file.fileno()
-            self.popen = subprocess.Popen(
-                [sys.executable, *start, "train", "--run-dir", "run", *args],
-                cwd=directory,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **VARIABLES},
-                # A shell ignores Ctrl-C for what it runs in its background, and that is inherited.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-            )
-
-        if terminal:
-            os.close(output)
-
-    @property
-    def run(self) -> Path:
-        return self.directory / "run"
-
-    @property
-    def output(self) -> str:
-        return self.output_path.read_text(errors="replace")
-
-    def children(self) -> dict[str, psutil.Process]:
-        """The living children by title; all that ever lived are remembered."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.popen.pid).children(recursive=True):
-                self._children[child.pid] = child
-        return {_title(c): c for c in self.left_over()}
-
-    def left_over(self) -> list[psutil.Process]:
-        """Of all children, those that run."""
-        alive = []
-        for child in self._children.values():
-            with contextlib.suppress(psutil.Error):
-                if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(child)
-        return alive
-
-    def wait_for(self, what: Callable[[], Any], why: str, timeout_s: float = 100.0) -> Any:
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := what()):
-            self.children()
-            assert self.popen.poll() is None, f"ended before {why}:\n{self.output}"
-            assert time.monotonic() < deadline_s, f"no {why} in {timeout_s:g} s:\n{self.output}"
-            time.sleep(0.05)
-        return found
-
-    def metrics(self) -> list[dict[str, Any]]:
-        return [x for x in recorders.read_metrics(self.run) if x["kind"] != "evaluation"]
-
-    def ends(self, number: int, within_s: float) -> int:
-        """Send a signal to the parent alone; the exit code, which must come in time."""
-        self.children()
-        self.popen.send_signal(number)
-        return self.popen.wait(within_s)
-
-    def close(self) -> None:
-        for process in [self.popen, *self.left_over()]:
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                process.kill()
-        self.popen.wait(10)
-
-
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Part]]:
     with contextlib.ExitStack() as stack:
 
-        def begin(*args: str, main: str = "", terminal: bool = False) -> Command:
-            command = Command(tmp_path, *args, main=main, terminal=terminal)
+        def begin(*args: str, **how: Any) -> Part:
+            command = Part(tmp_path, "train", *args, **how)
             stack.callback(command.close)
             return command
 
@@ -169,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 class Story:
     """One run: an actor was killed, training went on, Ctrl-C came."""
 
-    command: Command
+    command: Part
     titles: set[str]
     steps_at_the_kill: float
     code: int
@@ -179,12 +70,12 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    command = Command(tmp_path_factory.mktemp("story"), *SMALL, "--eval-period-s", "1")
+    command = Part(tmp_path_factory.mktemp("story"), "train", *SMALL, "--eval-period-s", "1")
     try:
         command.wait_for(lambda: command.children().keys() >= ROLES, "titles")
         titles = set(command.children())
         command.wait_for(lambda: [x for x in command.metrics() if x["batches"]], "batches")
-        victim = command.children()["zapex: actor 0"]
+        victim = command.children()["actor 0"]
         steps = command.metrics()[-1]["steps"]
         victim.kill()
         command.wait_for(lambda: "actor 0 died" in command.output, "report of the death")
@@ -193,7 +84,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         command.wait_for(lambda: "evaluation: mean return" in command.output, "evaluation")
         within_s = _in_time()
         began_s = time.monotonic()
-        code = command.ends(signal.SIGINT, within_s)
+        code = command.ends(within_s, signal.SIGINT)
         seconds = time.monotonic() - began_s
         yield Story(command, titles, steps, code, seconds, within_s)
     finally:
@@ -205,7 +96,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def test_ctrl_c_ends_everything_in_time_with_success(story: Story) -> None:
     assert story.code == 0
     assert story.seconds < story.within_s
-    assert story.command.left_over() == []
+    assert story.command.is_gone()
     assert set(os.listdir("/dev/shm")) <= story.command.shared_before
 
 
@@ -260,29 +151,35 @@ def test_an_interrupted_run_leaves_a_checkpoint_a_result_and_a_curve(story: Stor
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_while_the_children_start_ends_the_run_in_time_and_without_a_traceback(
-    start: Callable[..., Command], number: signal.Signals
+    start: Callable[..., Part], number: signal.Signals
 ) -> None:
     command = start(*SMALL)
     command.wait_for(command.children, "children")
     within_s = _in_time()
     began_s = time.monotonic()
-    assert command.ends(number, within_s) == 0
+    assert command.ends(within_s, number) == 0
     assert time.monotonic() - began_s < within_s
-    assert command.left_over() == []
+    assert command.is_gone()
     assert set(os.listdir("/dev/shm")) <= command.shared_before
     assert "Traceback" not in command.output
     assert f"stopped by {number.name}" in command.output
 
 
-@pytest.mark.scenario
-def test_children_die_with_a_parent_that_is_killed(start: Callable[..., Command]) -> None:
+@pytest.mark.parametrize(
+    "there",
+    [
+        pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.scenario),
+    ],
+)  # fmt: skip
+def test_children_die_with_a_parent_that_is_killed(start: Callable[..., Part], there: int) -> None:
     command = start(*SMALL)
-    command.wait_for(lambda: command.children().keys() >= ROLES - {"zapex: evaluator"}, "titles")
-    command.ends(signal.SIGKILL, 10)
+    command.wait_for(lambda: len(command.children()) >= there, "children")
+    command.ends(10, signal.SIGKILL)
     deadline_s = time.monotonic() + 10
-    while command.left_over() and time.monotonic() < deadline_s:
+    while not command.is_gone() and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    assert command.left_over() == []
+    assert command.is_gone()
     assert set(os.listdir("/dev/shm")) <= command.shared_before
 
 
@@ -300,9 +197,9 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("terminal", [False, True], ids=["lines", "picture"])
 def test_a_role_that_cannot_stay_up_ends_the_run_with_its_own_traceback_and_exit_code_1(
-    start: Callable[..., Command], terminal: bool
+    start: Callable[..., Part], terminal: bool
 ) -> None:
-    args = ["--env", "tests.support.raising_env:fragile", "--preset", "smoke"]
+    args = ["--env", "tests.support.toy_env:fragile", "--preset", "smoke"]
     command = start(*args, main=IMPATIENT, terminal=terminal)
     assert command.popen.wait(100) == 1
     output = command.output
@@ -315,12 +212,12 @@ def test_a_role_that_cannot_stay_up_ends_the_run_with_its_own_traceback_and_exit
     assert terminal or "restarting actor 0 in" in output
     reason = "actor 0 is not restarted: it died 2 times in a row"
     assert reason in json.loads((command.run / "result.json").read_text())["reason"]
-    assert command.left_over() == []
+    assert command.is_gone()
 
 
 @pytest.mark.slow
-def test_roles_that_exit_with_status_0_fail_the_run(start: Callable[..., Command]) -> None:
-    args = ["--env", "tests.support.raising_env:quitting", "--preset", "smoke"]
+def test_roles_that_exit_with_status_0_fail_the_run(start: Callable[..., Part]) -> None:
+    args = ["--env", "tests.support.toy_env:quitting", "--preset", "smoke"]
     command = start(*args, main=IMPATIENT)
     assert command.popen.wait(100) == 1
     assert "exit status 0" in command.output
@@ -344,7 +241,7 @@ def test_ctrl_c_before_anything_was_started_is_one_line(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stopped_role_is_told_within_three_seconds_and_keeps_what_it_holds(
-    start: Callable[..., Command],
+    start: Callable[..., Part],
 ) -> None:
     command = start(*SMALL, "--eval-period-s", "0")
     command.wait_for(lambda: [x for x in command.metrics() if x["batches"]], "batches")
@@ -353,7 +250,7 @@ def test_a_stopped_role_is_told_within_three_seconds_and_keeps_what_it_holds(
     host = audit.attach(command.popen.pid, run)
     assert host is not None
     slots, life = audit.ChunkAudit(host.store()), host.incarnation("actor 0")
-    actor = command.children()["zapex: actor 0"]
+    actor = command.children()["actor 0"]
     within_s = 3.0 / OVER_S * _in_time()
     actor.send_signal(signal.SIGSTOP)
     stopped_s = time.monotonic()

@@ -1,9 +1,6 @@
 """The wheel: pure Python, complete, and it trains without the source tree."""
 
 import email
-import os
-import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -14,36 +11,16 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.scenarios.test_index import ROOT, copy_of_the_source, run
 from tests.test_layers import TREES, imports
 
-ROOT = Path(__file__).parents[2]
 _OTHER_NAMES = {"pynvml": "nvidia-ml-py"}
-
-
-def run(*command: object, cwd: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, because a build leaves things beside its sources."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    without_caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "zapex", source / "zapex", ignore=without_caches)
+    source = copy_of_the_source(tmp_path_factory.mktemp("source"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel"]
     run(*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", ".", cwd=source)
     return next((source / "dist").glob("*.whl"))

@@ -12,7 +12,6 @@ import os
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.support.harness import evidence
 from benchmarks.support.machine import Watch
@@ -29,8 +28,6 @@ def main() -> int:
         "--kills", help="end at so many of actors, replay, learner, inference: 9,3,3,3"
     )
     parser.add_argument("--only", default="", help='one fault: "replay: slot-granted"')
-    parser.add_argument("--capacity", type=int, default=512, help="transitions")
-    parser.add_argument("--chunk", type=int, default=8, help="transitions a chunk")
     parser.add_argument("--json", type=Path, help="write the facts here, too")
     options = parser.parse_args()
     watch = Watch()
@@ -40,11 +37,6 @@ def main() -> int:
     from tests.stress.chaos_content import Violation
     from tests.stress.chaos_run import Stuck, run
 
-    settings: dict[str, Any] = {
-        "capacity": options.capacity,
-        "chunk": options.chunk,
-        "only": options.only,
-    }
     kills: dict[str, int] = {}
     if options.kills:
         counts = options.kills.split(",")
@@ -52,7 +44,7 @@ def main() -> int:
             parser.error(f"--kills takes {len(_ROLES)} counts, as 9,3,3,3, got {options.kills}")
         kills = dict(zip(_ROLES, map(int, counts), strict=True))
     try:
-        facts = run(seed, 60 * options.minutes, kills, **settings)
+        facts = run(seed, 60 * options.minutes, kills, only=options.only)
     except (Violation, Stuck) as error:
         kind = "stuck" if isinstance(error, Stuck) else str(error).partition(":")[0]
         print(json.dumps({"seed": seed, "failed": kind, "how": str(error)}))

@@ -1,14 +1,13 @@
 """The roles of the chaos harness: zapex's own protocol code around content that can be checked.
 
-Replay server, intake, sample source and sink, learner's duty cycle, chunk builder, rings, mailbox
-and slots are the real ones. What plays and what learns is not: no torch, no game.
+Actor, inference, replay server, intake and the learner's duty cycle are the real ones. The games,
+the Q values and what learns are not: no torch, no environment.
 """
 
 import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.stress.chaos_content import (
-    N_STEP,
+    ACTIONS,
+    FRAME_WORDS,
     SCHEMA,
+    STACK,
+    ChaosStreams,
     Violation,
-    actions,
     check_chunk,
     check_rows,
-    episode_steps,
-    observations,
     priorities,
-    rewards,
+    q_values,
 )
 from tests.stress.chaos_updates import Witness, fraction, is_of
 from zapex.chunks.batch import Batch
-from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import (
     ACTOR,
     COMMIT_SEQUENCE,
@@ -46,6 +45,7 @@ from zapex.machine.segment import Segment
 from zapex.machine.waiting import Waiter
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
+from zapex.roles.actor import Actor
 from zapex.roles.intake import Intake
 from zapex.roles.learner import Learner
 from zapex.roles.replay_server import ReplayServer
@@ -56,14 +56,13 @@ from zapex.transport import Sampled
 
 ACTORS, STREAMS, BATCH, PREFETCH = 3, 2, 16, 3
 PARAMETER_BYTES = 64 << 10
-QUESTIONS = ExchangeShape(ACTORS, STREAMS, (64,), "<i8", 64)
+QUESTIONS = ExchangeShape(ACTORS, STREAMS, (STACK, FRAME_WORDS), "<i8", ACTIONS)
 AUDIT = np.dtype(
     [(name, np.int64) for name in ("commit_sequence", "actor", "incarnation", "sequence", "stream",
                                    "first", "count", "slot")]
 )  # fmt: skip
 _AUDIT_RECORDS = 1 << 14
 ROWS_CHECKED, CHUNKS_CHECKED, VALUES_CHECKED = range(3)  # a role's own counters
-COMMITTED_OF, COMMITTED = 3, 4  # an actor's: its incarnation, and how many chunks it committed
 
 
 def shared(nbytes: int) -> NDArray[np.uint8]:
@@ -125,119 +124,26 @@ class World:
         )  # fmt: skip
 
 
-class ChaosActor:
-    """Plays streams of known content through the real builder and sink."""
-
-    def __init__(self, world: World, actor: int, incarnation: int) -> None:
-        host = world.host
-        self._sink = host.experience_sink(actor, incarnation)
-        self._parameters = host.mailbox()
-        self._builder = ChunkBuilder(
-            self._sink.store, STREAMS, actor=actor, incarnation=incarnation,
-            first_stream=actor * STREAMS, max_chunk_age_steps=11 if actor == 0 else 0,
-        )  # fmt: skip
-        self._stamps = np.zeros((STREAMS, 4), np.int64)
-        self._stamps[:, 0], self._stamps[:, 1] = actor, incarnation
-        self._stamps[:, 2] = actor * STREAMS + np.arange(STREAMS)
-        self._counter = world.counter(f"actor {actor}")
-        self._counter[COMMITTED] = 0
-        self._counter[COMMITTED_OF] = incarnation
-        self._value = np.empty(PARAMETER_BYTES, np.uint8)
-        self._version = 0
-        exchange = Exchange(host.part_of("exchange"), QUESTIONS)
-        self._values = exchange.asker(actor, host.waker("inference").wake)
-        self._playing = self._play()
-
-    def do_work(self) -> int:
-        """One step of every stream; 0 while there is no credit."""
-        return next(self._playing)
-
-    def ready(self) -> bool:
-        return self._values.answered() if self._values.waits else self._sink.ready()
-
-    def close(self) -> None:
-        """Hand over what is half a chunk."""
-        self._builder.flush()
-        self._commit()
-
-    def _commit(self) -> None:
-        closed = self._builder.take_closed()
-        if len(closed):
-            self._sink.commit(closed)
-            self._counter[COMMITTED] += len(closed)
-
-    def _until_done(self, call: Any) -> Iterator[int]:
-        """The builder's call, with slots as it needs them."""
-        while True:
-            done = call() == STREAMS
-            self._commit()
-            if done:
-                return
-            slots = self._sink.try_claim()
-            if slots is None:
-                yield 0
-            else:
-                self._builder.provide(slots)
-
-    def _play(self) -> Iterator[int]:
-        stamps, builder = self._stamps, self._builder
-        everyone = np.ones(STREAMS, np.bool_)
-        length = episode_steps(stamps[:, 2])
-        zero = np.zeros(STREAMS, np.int64)
-        first = observations(stamps, zero, zero)
-        yield from self._until_done(lambda: builder.begin(everyone, {"obs": first}))
-        while True:
-            numbers = stamps[:, 3]
-            episode, step = numbers // length, numbers % length
-            last = step == length - 1
-            flags = last * END + (last & (episode % 2 == 0)) * CUT
-            after = observations(stamps, episode, step + 1)
-            builder.staged["action"], builder.staged["stamp"] = actions(stamps), stamps
-            reward, priority = rewards(numbers), priorities(stamps)
-            yield from self._until_done(
-                lambda f=flags, a=after, r=reward, p=priority: builder.add(
-                    everyone, f, {"obs": a}, r, priority=p
-                )
-            )
-            numbers += 1
-            if last.any():
-                first = observations(stamps, numbers // length, zero)
-                yield from self._until_done(lambda m=last, o=first: builder.begin(m, {"obs": o}))
-            if numbers[0] % 16 == 0:
-                self._read_parameters()
-                if self._version:  # without parameters nobody is answered
-                    yield from self._ask()
-            yield 1
-
-    def _ask(self) -> Iterator[int]:
-        """What this life asks is answered, and with nothing else than its own answer."""
-        words = self._stamps[:, [1, 3]].sum(axis=1) % 100_003 * 10 + self._stamps[:, 0]
-        items = np.repeat(words[:, None], QUESTIONS.item[0], axis=1)
-        self._values.ask(items)
-        while (answer := self._values.take()) is None:
-            yield 0
-        if (answer[0] != judged(items)).any():
-            raise Violation(f"foreign: {answer[0][:, :2].tolist()} for {words.tolist()}")
-
-    def _read_parameters(self) -> None:
-        version = self._parameters.newer_than(self._version, self._value)
-        if version:
-            words = self._value.view(np.int64)
-            if words[0] != version or (words != version).any():
-                raise Violation(
-                    f"torn: parameters {version} hold {sorted(set(words.tolist()))[:4]}"
-                )
-            self._version = version
-            self._counter[VALUES_CHECKED] += 1
-
-
-def judged(items: NDArray[Any]) -> NDArray[np.float32]:
-    """Values that only these items have; float32 holds them."""
-    return items.astype(np.float32) + np.arange(QUESTIONS.width, dtype=np.float32)
+def make_actor(world: World, actor: int, incarnation: int) -> Actor:
+    """The real actor; the inference role answers it."""
+    host, first = world.host, actor * STREAMS
+    sink, metrics = host.experience_sink(actor, incarnation), host.metrics(f"actor {actor}")
+    builder = ChunkBuilder(
+        sink.store, STREAMS, actor=actor, incarnation=incarnation, first_stream=first,
+        max_chunk_age_steps=11 if actor == 0 else 0,
+    )  # fmt: skip
+    games: Any = ChaosStreams(actor, incarnation, STREAMS)
+    exchange = Exchange(host.part_of("exchange"), QUESTIONS)
+    return Actor(
+        games, exchange.asker(actor, host.waker("inference").wake), sink, builder, metrics,
+        host.ring(f"episodes {actor}").producer().try_offer, epsilons=np.zeros(STREAMS),
+        first_stream=first, reward_clip=False, priorities=True,
+        rng=np.random.default_rng(incarnation), clock_ns=time.monotonic_ns,
+    )  # fmt: skip
 
 
 class Judge:
-    """A policy that checks its parameters, and whose values say what was asked."""
+    """A policy that checks its parameters, and whose values name what was asked."""
 
     def __init__(self, counter: NDArray[np.int64]) -> None:
         self._counter = counter
@@ -249,7 +155,7 @@ class Judge:
         self._counter[VALUES_CHECKED] += 1
 
     def q_values(self, obs: NDArray[Any]) -> NDArray[np.float32]:
-        return judged(obs)
+        return q_values(obs)
 
 
 def make_inference(world: World) -> Inference:
@@ -307,10 +213,8 @@ class CheckingDqn:
         whole = batch.keys >= 0
         if (batch.weights[~whole] != 0.0).any() or (batch.weights[whole] <= 0.0).any():
             raise Violation(f"torn: weights {batch.weights} of keys {batch.keys}")
-        rows = {name: batch[name][whole] for name in
-                ("stamp", "action", "obs", "next_obs", "reward", "discount")}  # fmt: skip
-        check_rows(rows, "a batch")
-        stamps = rows["stamp"]
+        names = ("action", "obs", "next_obs", "reward", "discount")
+        stamps = check_rows({name: batch[name][whole] for name in names}, "a batch")
         given = priorities(stamps)
         leaves = self._source.leaves[whole]
         foreign = ~is_of(leaves, given)
@@ -388,7 +292,7 @@ def make_role(world: World, name: str, incarnation: int) -> Any:
         return make_learner(world)
     if name == "inference":
         return make_inference(world)
-    return ChaosActor(world, int(name.split()[1]), incarnation)
+    return make_actor(world, int(name.split()[1]), incarnation)
 
 
 def live(world: World, name: str) -> None:
@@ -408,20 +312,6 @@ def live(world: World, name: str) -> None:
     end_by_sigterm()
 
 
-def fill(world: World, incarnation: int) -> None:
-    """Play until the memory is full, in this process: a life of actor 1 that then ends."""
-    host = world.host
-    host.set_incarnation("actor 1", incarnation)
-    server, replay = make_replay(world)
-    actor = ChaosActor(world, 1, incarnation)
-    almost = world.plan.replay.live_slots - 8 * STREAMS
-    while replay.ledger.counts["live"] < almost and len(replay) < almost * world.chunk:
-        if not actor.do_work():
-            server.do_work()
-    host.set_incarnation("actor 1", 0)
-    server.do_work()
-
-
 def warm_up() -> None:
     """Every kernel is loaded before the first fork: all roles in turn, in a world of their own."""
     world = World()
@@ -438,6 +328,3 @@ def warm_up() -> None:
     for role in roles:
         with contextlib.suppress(AttributeError):
             role.close()
-
-
-assert N_STEP == 2, "check_rows and the episodes know it"

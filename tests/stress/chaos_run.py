@@ -22,16 +22,13 @@ from numpy.typing import NDArray
 
 from tests.stress import steps
 from tests.stress.chaos_account import Account
-from tests.stress.chaos_content import Violation, priorities
+from tests.stress.chaos_content import Violation, priorities, stamp_of
 from tests.stress.chaos_roles import (
     CHUNKS_CHECKED,
-    COMMITTED,
-    COMMITTED_OF,
     ROWS_CHECKED,
     VALUES_CHECKED,
     World,
     chunk_record,
-    fill,
     live,
     make_replay,
     warm_up,
@@ -49,7 +46,6 @@ from zapex.machine.supervisor import (
     Supervisor,
 )
 
-FILLED = 100_000  # a capacity from which on a run begins with a full memory
 STUCK_S = 30.0  # on a loaded machine; what is stuck stays so
 _TICK_S = 0.002
 _ORDER_S = 0.4  # that a role has to come to a step
@@ -61,8 +57,7 @@ RINGS = ["ring-written", "ring-committed", "ring-read", "ring-released"]
 STEPS = {
     "actor": [
         *RINGS, "grants-taken", "slot-opened", "frame-written", "row-written", "chunk-stamped",
-        "chunk-committed", "chunks-announced", "value-copied", "question-written",
-        "question-asked",
+        "chunk-committed", "chunks-announced", "question-written", "question-asked",
     ],
     "replay": [
         *RINGS, "commits-taken", "leaves-set", "accept-stamped", "slot-live", "leaves-cleared",
@@ -181,9 +176,8 @@ class Role:
     progress: int = -1
     progress_s: float = 0.0
     killed_ns: int = 0  # the last SIGKILL from outside
-    died_ns: int = 0
+    said_before: int = 0  # chunks that former lives of an actor had counted
     waits_for: int = -1  # progress that shows that it works again
-    others_were_up: bool = True
     fault: Fault | None = None
     due_s: float = 0.0
     ordered_s: float = 0.0  # 0: no order is out
@@ -203,26 +197,13 @@ class Result:
     kills: Counter[str] = field(default_factory=Counter)
     kills_at: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
-    back_s: dict[str, list[float]] = field(default_factory=lambda: {
-        "slots": [], "actor": [], "replay": [], "learner": [], "inference": [],
-        "inference, replay up": [], "slots, replay up": [], "replay, learner up": [],
-        "learner, replay up": [],
-    })  # fmt: skip
 
 
 class Chaos:
     """One run of the harness."""
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        stops: float = 0.25,
-        capacity: int = 512,
-        chunk: int = 8,
-        only: str = "",
-    ) -> None:
-        self.world = World(capacity, chunk=chunk)
+    def __init__(self, seed: int, *, stops: float = 0.25, only: str = "") -> None:
+        self.world = World()
         self.host = self.world.host
         self.account = Account()
         self.result = Result(seed)
@@ -231,8 +212,7 @@ class Chaos:
         }
         self._audit = self.world.audit.consumer()
         self._store = self.host.store()
-        # Actor, incarnation, died_ns, and whether the replay was up all the time.
-        self._slots_out: list[tuple[int, int, int, bool]] = []
+        self._slots_out: list[tuple[int, int]] = []  # actor, incarnation
         self._log = Path(tempfile.mkdtemp(prefix="chaos-"))
         self._words = {
             "actor": [self.host.ring(f"commits {i}") for i in range(self.world.plan.actors)],
@@ -241,21 +221,13 @@ class Chaos:
         }
         self._answers = self.host.metrics("inference")
 
-    def fill(self) -> None:
-        """Begin with a full memory."""
-        incarnation = time.time_ns()
-        self.account.begin(1, incarnation)
-        fill(self.world, incarnation)
-        self.account.end(1, incarnation, 0, self._store.header_rows)
-
     # Lives.
 
     def _on_death(self, event: Exited | Died) -> None:
         """As the parent of a run: first of all, the life is over for everybody."""
         role = self.roles[event.name]
         if role.kind == "actor":
-            counter = self.world.counter(role.name)
-            said = int(counter[COMMITTED]) if counter[COMMITTED_OF] == role.incarnation else 0
+            said = self._chunks_said(role) - role.said_before
             actor = int(role.name.split()[1])
             self.account.end(actor, role.incarnation, said, self._store.header_rows)
         self.host.set_incarnation(event.name, 0)
@@ -265,7 +237,8 @@ class Chaos:
         if isinstance(event, Started):
             role = self.roles[event.name]
             role.incarnation, role.alive = event.incarnation, True
-            if role.kind == "actor":
+            if role.kind == "actor":  # it has no slots yet
+                role.said_before = self._chunks_said(role)
                 self.account.begin(int(role.name.split()[1]), event.incarnation)
             self.host.set_incarnation(event.name, event.incarnation)
         elif isinstance(event, Died):
@@ -283,20 +256,20 @@ class Chaos:
             raise Stuck(f"{event}")
         step = words[steps.LAST]
         if step and words[steps.LAST_NS] > role.killed_ns:
-            role.died_ns = words[steps.LAST_NS]
             self.result.kills_at[f"{role.kind}: {steps.STEPS[step - 1]}"] += 1
-        else:
-            role.died_ns = role.killed_ns
         words[steps.LAST] = 0
         self.result.kills[role.kind] += 1
         role.waits_for = self._progress(role) + 1
-        role.others_were_up = True
         if role.kind == "actor":
             actor = int(role.name.split()[1])
-            self._slots_out.append((actor, event.incarnation, role.died_ns, True))
+            self._slots_out.append((actor, event.incarnation))
         if role.ordered_s and not words[steps.ORDER]:
             role.ordered_s = 0.0
             role.fault = None
+
+    def _chunks_said(self, role: Role) -> int:
+        """How many chunks an actor's lives have committed, by their own count."""
+        return int(self.host.metrics(role.name).snapshot(alive=False)["chunks"])
 
     def _progress(self, role: Role) -> int:
         """A word that grows when the role does its work: a ring that only it moves."""
@@ -401,45 +374,31 @@ class Chaos:
             role.helped = True
             self._kill(role)
 
-    # What is measured, and what must hold at every moment.
+    # What must hold at every moment.
 
     def _look(self, now_s: float) -> None:
-        now_ns = time.monotonic_ns()
         rows = self._store.header_rows.copy() if self._slots_out else None
         # After the look at the headers: what was evicted since is told.
         self.account.take(self._audit.take(self._audit.ring.capacity))
         if rows is not None:
-            self._look_for_slots(rows, now_ns)
+            self._look_for_slots(rows)
         for role in self.roles.values():
             progress = self._progress(role)
-            if role.waits_for >= 0:
-                other = {"replay": "learner", "learner": "replay"}.get(role.kind, "replay")
-                peer = self.roles[other]
-                role.others_were_up &= peer.alive and not peer.stopped and peer.waits_for < 0
-                if progress >= role.waits_for:
-                    took_s = (now_ns - role.died_ns) / 1e9
-                    self.result.back_s[role.kind].append(took_s)
-                    if role.others_were_up and role.kind != "actor":
-                        self.result.back_s[f"{role.kind}, {other} up"].append(took_s)
-                    role.waits_for = -1
+            if 0 <= role.waits_for <= progress:
+                role.waits_for = -1
             if progress != role.progress:
                 role.progress, role.progress_s = progress, now_s
             elif now_s > role.progress_s + STUCK_S:
                 raise Stuck(f"{role.name} made no progress in {STUCK_S} s: {self._state()}")
 
-    def _look_for_slots(self, rows: NDArray[np.int64], now_ns: int) -> None:
+    def _look_for_slots(self, rows: NDArray[np.int64]) -> None:
         """Are the slots of the dead back, and all that they had committed with them?"""
-        up = self.roles["replay"].alive and not self.roles["replay"].stopped
         out = rows[np.isin(rows[:, STATE], (GRANTED, STATE_COMMITTED)), INCARNATION]
         still = []
-        for actor, incarnation, died_ns, was_up in self._slots_out:
+        for actor, incarnation in self._slots_out:
             if (out == incarnation).any():
-                still.append((actor, incarnation, died_ns, was_up and up))
+                still.append((actor, incarnation))
                 continue
-            took_s = (now_ns - died_ns) / 1e9
-            self.result.back_s["slots"].append(took_s)
-            if was_up and up:
-                self.result.back_s["slots, replay up"].append(took_s)
             mine = (rows[:, INCARNATION] == incarnation) & (rows[:, STATE] == LIVE)
             self.account.settle(actor, incarnation, rows[mine, SEQUENCE])
         self._slots_out = still
@@ -519,7 +478,7 @@ class Chaos:
         for slot in replay.ledger.live:
             self.account.take(chunk_record(replay, slot))
             count = int(rows[slot, COUNT])
-            given = priorities(self._store.column(slot, "stamp")[:count])
+            given = priorities(np.array([stamp_of(self._store, slot, row) for row in range(count)]))
             drawable = leaves[slot, :count]
             if not is_of(drawable, given).all() or (leaves[slot, count:] != 0).any():
                 raise Violation(f"foreign: leaves {leaves[slot]} of slot {slot}, given {given}")
@@ -528,16 +487,6 @@ class Chaos:
     def facts(self) -> dict[str, Any]:
         """The run as JSON."""
         result, counters = self.result, self.world.counters
-        spread = {
-            name: {
-                "count": len(times),
-                **{
-                    f"p{p}": round(float(np.percentile(times, p)), 4) if times else None
-                    for p in (50, 99, 100)
-                },
-            }
-            for name, times in result.back_s.items()
-        }
         return {
             "seed": result.seed,
             "seconds": round(self.seconds, 1),
@@ -556,7 +505,6 @@ class Chaos:
             ),
             # The first of these ends a run, with no facts but itself.
             "torn": 0, "foreign": 0, "doubled": 0, "lost": 0, "stuck": 0,
-            "back_s": spread,
         }  # fmt: skip
 
 
@@ -564,7 +512,5 @@ def run(seed: int, seconds: float, kills: dict[str, int], **settings: Any) -> di
     """One run; its facts. Raises Violation or Stuck."""
     warm_up()
     chaos = Chaos(seed, **settings)
-    if chaos.world.capacity >= FILLED:
-        chaos.fill()
     chaos.run(seconds, kills)
     return chaos.facts()

@@ -9,22 +9,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.stress.chaos_content import Violation, actions, priorities
+from tests.stress.chaos_content import Violation, identity, priorities, stamp_of
 from zapex.chunks.keys import slots_and_rows
 from zapex.replay.core import ReplayCore, ReplayLayout
 
-STEPS = 1 << 10  # fractions of a priority that float32 tells apart: priorities are at most 2^13
+STEPS = 1 << 10  # fractions of 1/4 that float32 tells apart: priorities are below 2^12
 _ROUND = STEPS - 1  # a fraction of 0 is the actor's own
 
 
 def fraction(update: int) -> float:
     """What update `update` adds to the priorities that actors gave."""
-    return (1 + update % _ROUND) / STEPS
+    return (1 + update % _ROUND) / STEPS / 4
 
 
 def is_of(leaves: NDArray[np.float64], given: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Whether leaves (B,) are an actor's priorities, or those with the fraction of an update."""
-    return (np.floor(leaves) == given) & ((leaves % 1.0 * STEPS) % 1.0 == 0.0)
+    return (floor(leaves) == given) & ((leaves * 4 * STEPS) % 1.0 == 0.0)
+
+
+def floor(leaves: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Leaves (B,) without the fraction of an update."""
+    return np.floor(4 * leaves) / 4
 
 
 class Witness:
@@ -53,14 +58,14 @@ class Witness:
         live = np.array([key >= 0 and self._replay.store.holds(key) for key in keys], np.bool_)
         indices, stamps = self._rows(keys[live])
         given = priorities(stamps)
-        if (np.floor(values[live]) != given).any():
+        if (floor(values[live]) != given).any():
             raise Violation(
                 f"foreign: an update says {values[live]} of rows whose actors said {given}"
             )
         counts = self._reprioritise(keys, values)
         if (self._replay.tree[indices] != values[live]).any():
             raise Violation(f"lost: leaves {self._replay.tree[indices]} after {values[live]}")
-        self._row[indices], self._leaf[indices] = actions(stamps), values[live]
+        self._row[indices], self._leaf[indices] = identity(stamps), values[live]
         self._next += 1 - self._again
         self._first = False
         return counts
@@ -69,7 +74,7 @@ class Witness:
         """As the replay's."""
         found = self._draw(batch_size, method, **more)
         indices, stamps = self._rows(found.keys)
-        updated = self._row[indices] == actions(stamps)
+        updated = self._row[indices] == identity(stamps)
         wanted = np.where(updated, self._leaf[indices], priorities(stamps))
         if (found.leaves != wanted).any():
             row = int(np.argmax(found.leaves != wanted))
@@ -82,7 +87,7 @@ class Witness:
 
     def _check_number(self, values: NDArray[np.float64]) -> None:
         """The next update; or, first in a life, the one before: its end may have been unseen."""
-        places = np.unique(values % 1.0 * STEPS)
+        places = np.unique(values * 4 % 1.0 * STEPS)
         if len(places) != 1 or places[0] % 1.0 or places[0] == 0:
             raise Violation(f"torn: an update has the numbers {places - 1}")
         expected = int(self._next[0])
@@ -97,6 +102,6 @@ class Witness:
         slots, rows = slots_and_rows(keys)
         store = self._replay.store
         stamps = [
-            store.column(int(slot), "stamp")[row] for slot, row in zip(slots, rows, strict=True)
+            stamp_of(store, int(slot), int(row)) for slot, row in zip(slots, rows, strict=True)
         ]
         return slots * store.layout.chunk + rows, np.array(stamps, np.int64).reshape(-1, 4)

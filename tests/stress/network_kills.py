@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.harness import add_json, evidence, percentiles
+from benchmarks.support.harness import add_json, evidence
 from benchmarks.support.machine import Watch
 from tests.stress.forks import Child, sleep_until
 from tests.support import fstack
@@ -290,9 +290,6 @@ class Run:
             port = {"server": _SERVER_PORT, "link": _LINK_PORT}.get(name)
             if port is not None:
                 sleep_until(lambda port=port: self.plan.words[port], _STUCK_S, name)  # type: ignore[misc]
-        self.longest_s = 0.0
-        self.back_s: dict[str, list[float]] = {}
-        self._open: list[tuple[str, float, float]] = []
 
     def _start(self, name: str) -> None:
         if name == "actor":
@@ -312,31 +309,18 @@ class Run:
             self.plan.host.set_incarnation("actor 0", 0)
 
     def progress(self) -> None:
-        """Wait until chunks are acknowledged and batches come again, and time the faults so far.
-
-        Each fault's clock started when it began, also that of one which others followed at once.
-        """
+        """Wait until chunks are acknowledged and batches come again."""
         words, plan = self.plan.words, self.plan
         chunks, batches = plan.acknowledged, int(words[_BATCHES])
         sleep_until(
             lambda: plan.acknowledged > chunks + 5 and words[_BATCHES] > batches, _STUCK_S,
             f"progress after {dict(self.counts)}",
         )  # fmt: skip
-        for kind, began_s, lasted_s in self._open:
-            took = time.monotonic() - began_s
-            self.back_s.setdefault(kind, []).append(took)
-            self.longest_s = max(self.longest_s, took - lasted_s)
-        self._open.clear()
-
-    def begin(self, kind: str, lasts_s: float = 0.0) -> None:
-        """From now on a fault is being timed."""
-        self._open.append((kind, time.monotonic(), lasts_s))
 
     def kill(self) -> None:
         """One of the four, or two, at some time of their work; started again at once."""
         names = self.draw.choice(_KILLS)
         kind = f"kills of the {' and the '.join(names)}"
-        self.begin(kind)
         self._end(*names)
         self.counts[kind] += 1
         for name in names:
@@ -350,7 +334,6 @@ class Run:
         """The link is cut, frozen, or cuts short, and healed."""
         what = self.draw.choice((_CUT, _CUT, _FREEZE, _TRUNCATE))
         kind = {_CUT: "cuts", _FREEZE: "freezes", _TRUNCATE: "short messages"}[what]
-        self.begin(kind, seconds)
         self.command(what)
         began_at = self.plan.acknowledged
         time.sleep(seconds)
@@ -417,7 +400,6 @@ def run(
     it = Run(seed, transitions, scheme)
     try:
         it.progress()
-        it.longest_s = 0.0
         todo = ["kill"] * kills + ["cut"] * cuts
         it.draw.shuffle(todo)
         for what in todo:
@@ -431,7 +413,6 @@ def run(
                 it.progress()
         it.progress()
         if long_cut_s:
-            it.begin("long cuts", long_cut_s)
             it.command(_CUT)
             waited = int(it.plan.words[_WAITING])
             time.sleep(long_cut_s)
@@ -454,12 +435,6 @@ def run(
         "batches": int(words[_BATCHES]),
         "wrong_rows": int(words[_WRONG]),
         "versions_published": int(words[_PUBLISHED]),
-        # From each fault's start; the standstill is without the time that a link was cut.
-        "back_s": {
-            kind: percentiles(times) | {"max": round(max(times), 3)}
-            for kind, times in sorted(it.back_s.items())
-        },
-        "longest_standstill_s": round(it.longest_s, 2),
         "seconds": round(time.monotonic() - start, 1),
         "done": dict(it.counts),
     }

@@ -1,15 +1,8 @@
-"""A run without processes: metrics blocks that fill as if Ape-X were learning Breakout.
+"""A run without processes: metrics blocks that fill as if Ape-X were learning Breakout."""
 
-`python -m tests.support.fake_run --seconds 60` shows the view; `--plain` the lines,
-`--run-dir` records.
-"""
-
-import argparse
 import dataclasses
-import math
 import mmap
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -213,38 +206,3 @@ def record(recorders: Sequence[Recorder], seconds: int, run_dir: Path) -> Snapsh
     for recorder in recorders:
         recorder.close()
     return snapshot
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--head-start", type=int, default=0)
-    parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--plain", action="store_true")
-    arguments = parser.parse_args()
-    from zapex.watch.recorders import JsonLines, TensorBoard
-    from zapex.watch.terminal import open_view
-
-    run_dir = arguments.run_dir
-    recorders = [JsonLines(run_dir), TensorBoard(run_dir, {})] if run_dir else []
-    fake, monitor = started(open_view(arguments.plain), recorders, arguments.head_start, run_dir)
-    monitor.tick()
-    begin = before = time.perf_counter()
-    monitor_s = 0.0
-    try:
-        while (now := time.perf_counter()) - begin < arguments.seconds:
-            go_on(fake, monitor, now - before)
-            before = now
-            start_s = time.process_time()
-            monitor.tick()
-            monitor_s += time.process_time() - start_s
-            time.sleep(0.1)
-    except KeyboardInterrupt:
-        pass
-    share = monitor_s / (time.perf_counter() - begin)
-    monitor.close()
-    print(f"{share:.2%} of a core")
-
-
-if __name__ == "__main__":
-    main()

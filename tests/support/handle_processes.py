@@ -7,7 +7,8 @@ import time
 import numpy as np
 
 import zapex
-from tests.library.test_writer import GAMMA, VectorGame, new_replay
+from tests.chunks.test_builder import Game
+from tests.library.test_writer import GAMMA, new_replay
 from tests.support.naive import NaiveNStep
 from zapex import Column, PrioritizedReplay, Schema
 
@@ -17,10 +18,33 @@ STREAMS, STEPS = 2, 150
 PATTERN = Schema({"obs": Column((257,), np.int64), "action": Column((), np.int64)}, n_step=1)
 
 
+class VectorGame:
+    """Streams that reset themselves in the step after an end."""
+
+    def __init__(self, rng):
+        self.rng, self.game, self.over = rng, Game(STREAMS, 2, "zero"), np.zeros(STREAMS, bool)
+
+    def reset(self):
+        for i in range(STREAMS):
+            self.game.reset(i)
+        return self.game.seen.copy()
+
+    def step(self):
+        """(next_obs, reward, terminated, truncated, begun)."""
+        begun = self.over
+        for i in range(STREAMS):
+            self.game.reset(i) if begun[i] else self.game.step(i)
+        reward = np.where(begun, 0.0, self.rng.integers(-3, 4, STREAMS))
+        terminated = ~begun & (self.rng.random(STREAMS) < 0.1)
+        truncated = ~begun & (self.rng.random(STREAMS) < 0.1)
+        self.over = terminated | truncated
+        return self.game.seen.copy(), reward, terminated, truncated, begun
+
+
 def play(seed, writer, *, steps=STEPS):
     """Play a game of `seed` into `writer` (None: nowhere); the naive twins' transitions."""
     rng = np.random.default_rng(seed)
-    env = VectorGame(rng, STREAMS, 2, "zero", "next_step", 0.1)
+    env = VectorGame(rng)
     twins = [NaiveNStep(3, GAMMA) for _ in range(STREAMS)]
     obs = env.reset()
     if writer is not None:
@@ -28,7 +52,7 @@ def play(seed, writer, *, steps=STEPS):
     for i, twin in enumerate(twins):
         twin.begin(obs[i])
     for step in range(steps):
-        obs, reward, terminated, truncated, last, begun = env.step()
+        obs, reward, terminated, truncated, begun = env.step()
         action = 1_000_000 * seed + 1000 * step + np.arange(STREAMS)
         mask = rng.random((STREAMS, 2)).astype(np.float32)
         priority = rng.integers(1, 1000, STREAMS) / 64  # as float32 too
@@ -42,7 +66,7 @@ def play(seed, writer, *, steps=STEPS):
                 twin.begin(obs[i])
             else:
                 twin.add(
-                    (action[i], mask[i], priority[i]), reward[i], last[i],
+                    (action[i], mask[i], priority[i]), reward[i], obs[i],
                     bool(terminated[i]), bool(env.over[i]), 0.0, 0.0,
                 )  # fmt: skip
     return [row for twin in twins for row in twin.transitions]

@@ -9,7 +9,7 @@
     deaf        a learner that asks and asks, and reads no answer
     half-open   connections that begin a greeting and say no more
 
-They know the schema and settings of transport_rigs.py, or of `--form` what a benchmark uses.
+They know the schema and settings of transport_rigs.py.
 """
 
 import os
@@ -27,9 +27,17 @@ from urllib.parse import urlsplit
 import numpy as np
 import zmq
 
+from tests.support.transport_rigs import CONFIG, SCHEMA, form_of, layout_of
 from zapex.errors import ZapexError
 from zapex.wire import messages as m
 from zapex.wire.protocol import Kind, RawMessage
+
+_CONNECTIONS = 200
+_FORM = form_of(layout_of(400))
+
+
+def _hello(role: str, channel: int) -> m.Hello:
+    return m.Hello(role, 1000 + os.getpid(), 1, channel, SCHEMA.hash, 1, CONFIG)
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -47,33 +55,17 @@ def _dealer(url: str, **options: int) -> Any:
     return dealer
 
 
-def garbage(
-    url: str, over: Callable[[], bool], *, connections: int = 200, bytes_per_s: float = 0,
-    tell: Callable[[int, int], None] = lambda sent, made: None,
-) -> int:  # fmt: skip
-    """Random bytes on many raw connections; bytes_per_s: in all; 0: as they go.
-
-    tell: gets bytes that went, and connections made, so far. Returns the bytes.
-    """
-    selector = selectors.DefaultSelector()
+def garbage(url: str, over: Callable[[], bool]) -> int:
+    """Random bytes on many raw connections. Returns how many were sent."""
+    selector, sent = selectors.DefaultSelector(), 0
     data = memoryview(random.Random(1).randbytes(1 << 20))
-    sent, made, start = 0, 0, time.monotonic()
-
-    def begin() -> None:
-        with suppress(OSError):
+    while not over():
+        while len(selector.get_map()) < _CONNECTIONS:
             sock = socket.socket()
             sock.setblocking(False)
             sock.connect_ex(_address(url))
             selector.register(sock, selectors.EVENT_WRITE)
-
-    while not over():
-        while len(selector.get_map()) < connections:
-            begin()
-            made += 1
         for key, _ in selector.select(0.05):
-            ahead_s = sent / bytes_per_s - (time.monotonic() - start) if bytes_per_s else 0
-            if ahead_s > 0:
-                time.sleep(min(ahead_s, 0.02))
             at = random.randrange(1 << 19)
             try:
                 sent += key.fileobj.send(data[at : at + (1 << 17)])  # type: ignore[union-attr]
@@ -82,11 +74,10 @@ def garbage(
             except OSError:
                 selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
-            tell(sent, made)
     return sent
 
 
-def half_open(url: str, over: Callable[[], bool], *, connections: int = 200) -> int:
+def half_open(url: str, over: Callable[[], bool]) -> int:
     """The first bytes of a greeting, and silence."""
     held: list[socket.socket] = []
     while not over():
@@ -94,7 +85,7 @@ def half_open(url: str, over: Callable[[], bool], *, connections: int = 200) -> 
             sock = socket.create_connection(_address(url), 1)
             sock.send(b"\xff\0\0\0\0\0\0\0\1\x7f\3")
             held.append(sock)
-        if len(held) > connections:
+        if len(held) > _CONNECTIONS:
             time.sleep(0.05)
             held.pop(0).close()
     return len(held)
@@ -137,7 +128,7 @@ def endless(url: str, over: Callable[[], bool]) -> int:
     return sent
 
 
-def pushes(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m.Hello]) -> int:
+def pushes(url: str, over: Callable[[], bool]) -> int:
     """The next chunks in order, whatever the credit. Host and actor are what the hello gets.
 
     It goes on from where the replay says it is, so that what is refused lacks credit and nothing
@@ -145,7 +136,7 @@ def pushes(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m
     """
     dealer, sent = _dealer(url), 0
     actor, sequence, said_s = 0, 0, 0.0
-    layout = form.layout
+    layout = _FORM.layout
     zeros = np.zeros(layout.body_bytes, np.uint8)
     layout.column("obs_frames", zeros, 0)[0] = layout.frames - 1  # so that all frames are sent
     chunk = m.Push.of_chunks(
@@ -155,9 +146,9 @@ def pushes(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m
         if time.monotonic() - said_s > 0.5:
             said_s = time.monotonic()
             with suppress(zmq.Again):
-                dealer.send_multipart(m.encode(hello("relay", m.BULK)), zmq.NOBLOCK)
+                dealer.send_multipart(m.encode(_hello("relay", m.BULK)), zmq.NOBLOCK)
         with suppress(zmq.Again, ZapexError):
-            answer = m.decode(dealer.recv_multipart(zmq.NOBLOCK), form)
+            answer = m.decode(dealer.recv_multipart(zmq.NOBLOCK), _FORM)
             if isinstance(answer, m.Welcome | m.Ack) and len(answer.actors):
                 actor = int(answer.actors["actor"][0])
                 sequence = int(answer.actors["sequence"][0])
@@ -170,7 +161,7 @@ def pushes(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m
     return sent
 
 
-def deaf(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m.Hello]) -> int:
+def deaf(url: str, over: Callable[[], bool]) -> int:
     """Requests without end, from connections that are never read."""
     sent, said_s = 0, 0.0
     options = {"rcvhwm": 1, "rcvbuf": 4096}
@@ -180,8 +171,8 @@ def deaf(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m.H
             said_s = time.monotonic()
             for channel, dealer in enumerate(both):
                 with suppress(zmq.Again):
-                    dealer.send_multipart(m.encode(hello("learner", channel)), zmq.NOBLOCK)
-        for message in (m.Sample(sent, form.batch_size), m.Pull(0, 0)):
+                    dealer.send_multipart(m.encode(_hello("learner", channel)), zmq.NOBLOCK)
+        for message in (m.Sample(sent, _FORM.batch_size), m.Pull(0, 0)):
             with suppress(zmq.Again):
                 both[m.SMALL].send_multipart(m.encode(message), zmq.NOBLOCK)
         sent += 1
@@ -189,29 +180,14 @@ def deaf(url: str, over: Callable[[], bool], form: Any, hello: Callable[..., m.H
     return sent
 
 
-def run(behaviour: str, url: str, seconds: float, form: Any, hello: Any, **more: Any) -> int:
-    """One behaviour for so long, or until the parent is gone; how much was sent."""
-    parent, end = os.getppid(), time.monotonic() + seconds
-
-    def over() -> bool:
-        return time.monotonic() > end or os.getppid() != parent
-
-    if behaviour in ("pushes", "deaf"):
-        return int(globals()[behaviour](url, over, form, hello))
-    return int(globals()[behaviour.replace("-", "_")](url, over, **more))
-
-
 def main() -> None:
-    from tests.support.transport_rigs import CONFIG, SCHEMA, form_of, layout_of
-
-    behaviour, url, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
-    form = form_of(layout_of(400))
-
-    def hello(role: str, channel: int) -> m.Hello:
-        return m.Hello(role, 1000 + os.getpid(), 1, channel, SCHEMA.hash, 1, CONFIG)
-
+    """One behaviour for so long, or until the parent is gone."""
+    behaviour, url, end_s = sys.argv[1], sys.argv[2], time.monotonic() + float(sys.argv[3])
+    parent = os.getppid()
     print("begins", flush=True)
-    print(run(behaviour, url, seconds, form, hello))
+    globals()[behaviour.replace("-", "_")](
+        url, lambda: time.monotonic() > end_s or os.getppid() != parent
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """The commands of a run on several hosts, as real processes: started, killed, ended, examined."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +27,14 @@ from zapex.config.settings import Config
 from zapex.envs.environments import check
 from zapex.run.run import Membership, Run
 from zapex.shm_transport import HostMemory
+from zapex.watch import recorders
 
 ROOT = Path(__file__).parents[2]
 MOST_IN_A_CHUNK = 64
 DEADLINE_S = 110.0  # a busy machine is no failure
-VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+VARIABLES = {
+    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "LC_ALL": "C.UTF-8",
+}  # fmt: skip
 
 
 def free_port() -> int:
@@ -36,10 +44,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _terminal_into(file: int) -> int:
+    """A terminal of 100x40 whose output goes to `file` until its last holder closes it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
+    copy = os.dup(file)
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # EIO: nobody holds the other end
+            while data := os.read(ours, 1 << 16):
+                os.write(copy, data)
+        os.close(ours)
+        os.close(copy)
+
+    threading.Thread(target=drain, daemon=True).start()
+    return theirs
+
+
 class Part:
-    """`zapex COMMAND ...` in a directory of its own, with its run directory `run`.
+    """`zapex COMMAND ...` in a directory, with its run directory `run`.
 
     module: what is run in the place of `zapex`, and what it gets before the command.
+    main: a program that is run instead, with the same words. terminal: it has one, of 100x40.
     """
 
     def __init__(
@@ -49,22 +75,29 @@ class Part:
         *args: str,
         prefix: Sequence[str] = (),
         module: Sequence[str] = ("zapex",),
+        main: str = "",
+        terminal: bool = False,
     ) -> None:
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         self.directory, self.run = directory, directory / "run"
+        self.shared_before = set(os.listdir("/dev/shm"))
         self._children: dict[int, psutil.Process] = {}
-        argv = [sys.executable, "-m", *module, command, *args]
-        argv += ["--plain"] if "--resume" in args else ["--plain", "--run-dir", "run"]
+        argv = [sys.executable, *(["-c", main] if main else ["-m", *module]), command, *args]
+        argv += [] if terminal else ["--plain"]
+        argv += [] if "--resume" in args else ["--run-dir", "run"]
         with (directory / "output.txt").open("wb") as file:
+            output = _terminal_into(file.fileno()) if terminal else file.fileno()
             self.popen = subprocess.Popen(
                 [*prefix, *argv],
                 cwd=directory,
-                stdout=file,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **VARIABLES},
                 # A shell ignores Ctrl-C for what it runs in its background; that is inherited.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
             )
+        if terminal:
+            os.close(output)
 
     @property
     def output(self) -> str:
@@ -108,6 +141,10 @@ class Part:
             facts: dict[str, Any] = json.loads((self.run / "snapshot.json").read_text())
             return facts
         return {"totals": {"frames": 0, "batches": 0}, "relay": {}, "replay": {}, "learner": {}}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of its metrics so far."""
+        return [x for x in recorders.read_metrics(self.run) if x["kind"] != "evaluation"]
 
     def logs(self) -> str:
         """The roles' own words."""

@@ -1,5 +1,6 @@
 """Tiny environments for tests: all that they do is known beforehand."""
 
+import os
 import time
 from typing import Any, ClassVar
 
@@ -117,3 +118,32 @@ class Sleepy(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         time.sleep(self._s)
         return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+class Fragile(Lengths):
+    """Raises in its tenth step."""
+
+    left = 10
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("the joystick broke off")
+        return super().step(action)
+
+
+def fragile() -> Fragile:
+    return Fragile([5])
+
+
+class Quitting(Fragile):
+    """Ends its process with status 0 in its tenth step, as a library's clean-up may do."""
+
+    def step(self, action: Any) -> Any:
+        if self.left == 1:
+            os._exit(0)
+        return super().step(action)
+
+
+def quitting() -> Quitting:
+    return Quitting([5])

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import fstack
-from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.keys import NO_KEY
+from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
 from zapex.host.plan import HostPlan
@@ -28,11 +27,9 @@ from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.net.sockets import listen
 from zapex.replay.core import ReplayCore, ReplayLayout
-from zapex.replay.draw import Draw
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake
 from zapex.shm_transport import HostMemory
-from zapex.transport import Incarnation, Sampled
 from zapex.wire.protocol import Form
 from zapex.zmq_transport import ChunkSender, ZmqParameterSink, ZmqParameterSource
 
@@ -157,76 +154,6 @@ def make_link(url: str, role: str, host: int, layout: ReplayLayout, **kwargs: An
     return link
 
 
-class Direct:
-    """In process: no transport at all. Slots and draws are handed over as they are."""
-
-    outstanding = 0
-
-    def __init__(self, replay: ReplayCore) -> None:
-        self.store, self._replay = replay.store, replay
-        self._grants: deque[np.ndarray] = deque()
-        self._commits: list[int] = []
-        self._draws: deque[Draw] = deque()
-        self._asked = self.issued = self.released = 0
-        self._updates: list[Any] = []
-        self._here = [Incarnation(0, 1)]
-
-    def take_in(self) -> list[Incarnation]:
-        here, self._here = self._here, []
-        return here
-
-    def committers(self) -> list[int]:
-        return [0]
-
-    def committed(self, actor: int) -> np.ndarray:
-        slots, self._commits = self._commits, []
-        return np.array(slots, np.int64)
-
-    def has_room(self, actor: int, count: int) -> bool:
-        return True
-
-    def next_grant(self, actor: int) -> int:
-        return 0
-
-    def grant(self, actor: int, incarnation: int, slots: np.ndarray) -> None:
-        self._grants.append(slots)
-
-    def try_claim(self) -> np.ndarray | None:
-        return self._grants.popleft() if self._grants else None
-
-    def commit(self, slots: np.ndarray) -> None:
-        self._commits += slots.tolist()
-
-    def request(self) -> None:
-        self._asked += 1
-
-    def rows(self) -> int:
-        return BATCH
-
-    def requests(self) -> int:
-        return self._asked
-
-    def answer(self, draw: Draw) -> None:
-        self._asked -= 1
-        self._draws.append(draw)
-
-    def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
-        if not self._draws:
-            return None
-        draw = self._draws.popleft()
-        torn = draw.gather(self._replay.store, batch, BETA)
-        assert NO_KEY not in batch.keys
-        return Sampled(torn, draw.count)
-
-    def update(self, keys: np.ndarray, priorities: np.ndarray) -> bool:
-        self._updates.append((keys, priorities))
-        return True
-
-    def updates(self) -> list[Any]:
-        updates, self._updates = self._updates, []
-        return updates
-
-
 @dataclass
 class Rig:
     """Every end of one transport; `turn` is one round of all duty cycles.
@@ -278,16 +205,10 @@ def make_rig(kind: str, directory: Path, capacity: int) -> Rig:
     host.set_incarnation("actor 0", 1)
     parameters = host.mailbox(), host.mailbox()
     closers = [lambda fd=fd: os.close(fd) for fd in fds]
-    if kind == "shm":
-        source = host.experience_source()
-        return Rig(
-            replay, make_intake(source, replay, 1), host.experience_sink(0, 1),
-            host.sample_source(), host.sample_sink(), *parameters, closers=closers,
-        )  # fmt: skip
-    direct = Direct(replay)
+    source = host.experience_source()
     return Rig(
-        replay, make_intake(direct, replay, 1), direct, direct, direct, *parameters,
-        closers=closers,
+        replay, make_intake(source, replay, 1), host.experience_sink(0, 1),
+        host.sample_source(), host.sample_sink(), *parameters, closers=closers,
     )  # fmt: skip
 
 

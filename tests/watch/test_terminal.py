@@ -305,11 +305,23 @@ def test_the_svg_holds_the_picture_and_no_outside_font(finished):
     assert "url(http" not in image
 
 
+SHOWN = """
+import time
+from tests.support import fake_run
+from zapex.watch.terminal import open_view
+fake, monitor = fake_run.started(open_view(False), head_start_s=70)
+for _ in range(10):
+    fake_run.go_on(fake, monitor, 0.1)
+    monitor.tick()
+    time.sleep(0.1)
+monitor.close()
+"""
+
+
 def test_the_view_runs_on_a_real_terminal_and_gives_it_back():
     parent, child = pty.openpty()
-    words = ["-m", "tests.support.fake_run", "--seconds", "1", "--head-start", "70"]
     environment = os.environ | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.Popen([sys.executable, *words], stdout=child, env=environment)
+    process = subprocess.Popen([sys.executable, "-c", SHOWN], stdout=child, env=environment)
     os.close(child)
     text = b""
     while True:
