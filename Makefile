@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress lint wheel release site bench learning results reproduce paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress lint wheel release site bench gpu-check learning results reproduce paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -52,7 +52,8 @@ help:
 	  '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
-	  '  make learning   the next missing run of many seeds and games, 30 minutes: ARGS=--list' \
+	  '  make learning   variants, games and seeds, one run at a time: ARGS="--variant preset --hours 3", ARGS=--list' \
+	  '  make gpu-check  what the GPU path does on a GPU, in eight minutes: PYTHON=python3 WHEELS=FOLDER' \
 	  '  make reproduce  measure the headline numbers again, in an hour; QUICK=1: in ten minutes' \
 	  '  make results  write the tables of docs/results.md and the pictures from benchmarks/results' \
 	  '  make paper    the systems of arXiv 2110.13506 and their figures, in runs/paper: ARGS=--quick in five minutes' \
@@ -135,6 +136,10 @@ site: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/zapex bench $(NAME) $(ARGS)
+
+# A Python with torch and CUDA is enough: PYTHON=python3 WHEELS=FOLDER, see the script.
+gpu-check:
+	@$(PYTHON) -m benchmarks.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 learning: $(STAMP)
 	@$(BIN)/python -m benchmarks.learning $(ARGS)
