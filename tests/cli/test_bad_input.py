@@ -135,7 +135,9 @@ train SMALL --seeds 1,2 --seed 3             | --seeds & --seed 3
 train SMALL --more-minutes 5                 | --more-minutes & --resume
 train SMALL --more-frames -1                 | --more-frames & -1
 eval run --episodes -1                       | --episodes & at least 1 & -1
-eval run --epsilon 2                         | --epsilon & 0 to 1 & 2
+eval run --epsilon 2                         | --epsilon & at most 1 & 2
+eval run --seed -1                           | --seed & at least 0 & -1
+logs learner --lines 0                       | --lines & at least 1 & 0
 eval run --device tpu                        | --device & 'tpu'
 plot taken --by sed                          | --by & seed & 'sed'
 # Values that do not fit together.
@@ -184,6 +186,13 @@ keygen /proc/new                             | /proc/new
 replay --schema                              | --schema needs a value
 replay --schema none.json                    | none.json
 replay --schema file                         | JSON
+replay --schema file --capacity 0            | --capacity & at least 1 & 0
+replay --schema file --writers 5000          | --writers & at most 4,096 & 5000
+replay --schema file --alpha nan             | --alpha & finite & nan
+replay --schema file --seed -1               | --seed & at least 0 & -1
+replay --schema file --samples-per-insert -2 | --samples-per-insert & at least 0 & -2
+replay --schema file --tolerance -1          | --tolerance & at least 0 & -1
+replay --schema file --timeout-s 1e30        | --timeout-s & at most & 1e+30
 replay SMALL --listen 7711                   | --listen & tcp://HOST:PORT
 replay SMALL --listen tcp:/127.0.0.1:1       | did you mean tcp://127.0.0.1:1?
 replay SMALL --listen tcp://127.0.0.1:0      | --listen tcp://127.0.0.1:0
@@ -194,7 +203,7 @@ replay SMALL --inline                        | --inline
 replay SMALL --network-memory 0              | --network-memory
 replay SMALL --shards 2 --shard 2            | --shard & 0 to 1 & 2
 replay SMALL --shard 1                       | --shards
-replay SMALL --shards 0                      | 1 to 128 & 0
+replay SMALL --shards 0                      | --shards & at least 1 & 0
 replay SMALL --shards 2 --with-learner       | --with-learner & --shards
 replay SMALL --resume run                    | run is not a run
 actor SMALL --resume run                     | --resume auto

@@ -1,6 +1,7 @@
 """The command line: help, which value overrides which, and what each command does."""
 
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import pytest
 import zapex
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.cli import main as cli
-from zapex.cli import resolve
+from zapex.cli import resolve, runs
 from zapex.config.fields import flag_of
 from zapex.config.settings import FIELDS, Config
 from zapex.envs.environments import EnvironmentSpec
@@ -268,6 +269,20 @@ def test_a_resumed_run_keeps_its_settings_and_directory(
     assert "was made for num_actions 3" in refusal(capsys, "train", "--resume", "runs/a")
 
 
+def test_runs_of_the_same_moment_have_directories_of_their_own(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *args: "now")
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    directories = set()
+    for _ in range(2):
+        assert cli.main(["train", *SMALL, "--quiet"]) == 0
+        assert launched.config is not None
+        directories.add(launched.config.run.run_dir)
+        Path(launched.config.run.run_dir).mkdir(parents=True)
+    assert len(directories) == 2
+
+
 def test_a_failure_of_the_run_is_one_line_and_exit_code_1(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,6 +331,20 @@ def test_a_runs_bare_name_is_found_in_runs_by_every_command(
     assert cli.main(["watch", "one"]) == 0
     assert zapex.load_policy("one").environment == "CartPole-v1"
     assert "did you mean one?" in refusal(capsys, "eval", "onee")
+
+
+def test_stop_without_a_name_takes_the_run_that_is_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped: list[Path] = []
+    monkeypatch.setattr(runs, "stop", lambda run_dir: stopped.append(run_dir) or 0)
+    for name in ("one", "two"):
+        a_run_of_cartpole(capsys, Path("runs") / name)
+    with open("runs/one/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(os.getpid(), file=lock, flush=True)
+        assert cli.main(["stop"]) == 0
+    assert stopped == [Path("runs/one")]
 
 
 def test_a_long_eval_reports_its_progress(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zapex.cli import main as cli
-from zapex.clusters import placement, slurm
+from zapex.clusters import placement, ray, slurm
 from zapex.clusters.host import publish, published
 from zapex.clusters.placement import Host, Launched, launch, summary
 from zapex.clusters.slurm import sbatch_word
@@ -230,6 +230,28 @@ def test_a_launched_run_is_found_again_without_importing_what_it_names(
     assert capsys.readouterr().err == ""
     assert {"squeue", "sacct", "scancel"} <= {words[0] for words in scheduler.calls}
     assert Launched.find(tmp_path / "run").placement == run.placement
+
+
+def test_a_ray_cluster_that_only_a_strangers_directory_names_is_not_connected_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connected: list[str] = []
+
+    def connect(address: str) -> None:
+        connected.append(address)
+        raise ConfigError("no cluster")
+
+    monkeypatch.setattr(ray, "_connected", connect)
+    tables = {"env": {"env": "CartPole-v1"}, "ray": {"address": "evil:6379"}}
+    run = placement.place(tables, "ray", "a", tmp_path / "run")
+    placement.make_directory(run)
+    dataclasses.replace(run.placement, ids={"address": "evil:6379"}).write(run.directory)
+    for command in (["status"], ["logs", "actor"], ["stop"], ["launch", "--attach"]):
+        assert cli.main([*command, str(run.directory)]) == 2
+        assert "evil:6379" in capsys.readouterr().err
+    assert connected == []
+    assert cli.main(["status", str(run.directory), "--trust"]) == 2
+    assert connected == ["evil:6379"]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zapex.cli.flags import check_outputs
+from zapex.cli.flags import check_output
 from zapex.cli.resolve import Options, cache_directory, resolve
-from zapex.errors import ConfigError
+from zapex.config.fields import setting
 
 _FOREIGN = 0.05  # a share of the cores
 
@@ -19,7 +19,7 @@ class BalanceOptions(Options):
 
     quick: bool = False
     """A short form: fewer points, half a second each."""
-    learner_ms: float = 0.0
+    learner_ms: float = setting(0.0, low=0.0, high=1e6)
     """Do not measure the learner: a batch takes it so many milliseconds, as on a GPU elsewhere."""
     json: str = ""
     """Write the result to this file too."""
@@ -28,9 +28,8 @@ class BalanceOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.learner_ms <= 1e6:
-            raise ConfigError(f"--learner-ms must be 0 to 1,000,000, got {self.learner_ms:g}")
-        check_outputs(self.json, self.figure)
+        check_output("--json", self.json)
+        check_output("--figure", self.figure, ".png")
 
 
 def command(args: list[str]) -> int:

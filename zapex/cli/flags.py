@@ -256,10 +256,9 @@ def read_settings(path: str) -> dict[str, Any]:
     return values
 
 
-def check_outputs(json: str, figure: str) -> None:
-    """Raise ConfigError if --json or --figure name a file that cannot be written; "": none."""
-    if figure and not figure.endswith(".png"):
-        raise ConfigError(f"--figure must end in .png, got {figure}")
-    for flag, file in (("--json", json), ("--figure", figure)):
-        if not Path(file).parent.is_dir():
-            raise ConfigError(f"{flag} {file} is in a directory that does not exist")
+def check_output(flag: str, file: str, *suffixes: str) -> None:
+    """Raise ConfigError if a flag names a file that cannot be written; "": none."""
+    if file and suffixes and Path(file).suffix not in suffixes:
+        raise ConfigError(f"{flag} must end in {', '.join(suffixes)}, got {file!r}")
+    if not Path(file).parent.is_dir():
+        raise ConfigError(f"{flag} {file} is in a directory that does not exist")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import parse
 from zapex.cli.resolve import Options, Resolved, findings, prepared, resolve
+from zapex.config.fields import SettingsGroup, setting
 from zapex.errors import ConfigError
 from zapex.host.parts import PARTS, Part
 from zapex.net.addresses import DEFAULT_PORT
@@ -45,12 +46,12 @@ class _ReplayOptions(_HostOptions):
     fstack://ADDRESS:PORT serve the same clients without libzmq; they connect with tcp://."""
     with_learner: bool = False
     """Also train on this host: replay and learner share memory, and only actors are elsewhere."""
-    shards: int = 1
+    shards: int = setting(1, low=1, high=128)
     """Number of replays in the run, each a `zapex replay` with its own --shard; the other commands
     name all of them."""
-    shard: int = 0
+    shard: int = setting(0, low=0)
     """Number of this replay, from 0; shard 0 assigns actor numbers and keeps the parameters."""
-    network_memory: int = 1024
+    network_memory: int = setting(1024, low=1)
     """MiB for messages in flight; beyond this, the peers that hold most are disconnected."""
     fstack_lib: str = field(default_factory=partial(_variable, "fstack_lib"))
     """With fstack://: F-Stack's shared library; or set ZAPEX_FSTACK_LIB."""
@@ -186,9 +187,9 @@ def _check_shards(shards: int, shard: int, part: Part) -> None:
     """Raise ConfigError for shards that this part of a run cannot have."""
     from zapex.replay.shards import MOST_SHARDS
 
-    if not 1 <= shards <= MOST_SHARDS:
-        raise ConfigError(f"a run has 1 to {MOST_SHARDS} shards, got {shards}")
-    if not 0 <= shard < shards:
+    if shards > MOST_SHARDS:
+        raise ConfigError(f"--replay names at most {MOST_SHARDS} shards, got {shards}")
+    if shard >= shards:
         raise ConfigError(
             f"--shard must be 0 to {shards - 1} of --shards {shards}, got {shard}"
             + (": give --shards, too" if shards == 1 else "")
@@ -226,7 +227,7 @@ def doctor(name: str, args: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class _KeygenOptions:
+class _KeygenOptions(SettingsGroup):
     """Options."""
 
     dir: str = ""

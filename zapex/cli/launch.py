@@ -11,6 +11,7 @@ from zapex.cli.flags import parse, read_settings
 from zapex.cli.resolve import check_trust, state_directory
 from zapex.clusters.host import FACTS
 from zapex.config.clusters import TABLES
+from zapex.config.fields import SettingsGroup, setting
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
 from zapex.machine.reading import read_text, read_toml, say
@@ -22,7 +23,7 @@ _STALE_S = 60.0  # a run's parent writes its snapshot every five seconds
 
 
 @dataclass(frozen=True)
-class _LaunchOptions:
+class _LaunchOptions(SettingsGroup):
     """Options."""
 
     file: str = ""
@@ -38,7 +39,7 @@ class _LaunchOptions:
     dry_run: bool = False
     """Check the run and print what would be submitted; submit nothing."""
     trust: bool = False
-    """Allow the modules that the file names."""
+    """Allow the modules that the file names, and the Ray cluster."""
     attach: bool = False
     """Watch a run on Ray again, and give its hosts their keys; FILE is its directory or name."""
 
@@ -51,7 +52,7 @@ def launch(args: list[str]) -> int:
     )
     options = parse(_LaunchOptions(), args, "launch", what, "file")
     if options.attach:
-        return _find(options.file).watch()
+        return _find(options.file, options.trust).watch()
     check_trust(options.file, read_settings(options.file), {}, options.trust)
     from zapex.clusters import placement as clusters
 
@@ -86,11 +87,13 @@ def _only_table(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class _RunOptions:
+class _RunOptions(SettingsGroup):
     """Options."""
 
     run: str = ""
     """Name or directory of the run; default: the last run launched from here."""
+    trust: bool = False
+    """Allow the Ray cluster that the directory names; it can run code in this process."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def status(args: list[str]) -> int:
     options = parse(_StatusOptions(), args, "status", what, "[run]")
     if options.probe:
         return _probe(Path(options.probe), options.replay)
-    run = _find(options.run)
+    run = _find(options.run, options.trust)
     say(f"{run.placement.name} on {run.placement.on}, {run.directory}")
     _print_states(run)
     return 0
@@ -148,7 +151,7 @@ class _LogsOptions(_RunOptions):
 
     role: str = ""
     """replay, learner or actor."""
-    lines: int = 50
+    lines: int = setting(50, low=1)
     """Lines to print from each host."""
 
 
@@ -156,17 +159,19 @@ def logs(args: list[str]) -> int:
     """`zapex logs ROLE [RUN]`: the last lines that the hosts of one role printed."""
     what = "Print the last lines of each host of a role."
     options = parse(_LogsOptions(), args, "logs", what, "role [run]")
-    say(_find(options.run).log(options.role, options.lines))
+    say(_find(options.run, options.trust).log(options.role, options.lines))
     return 0
 
 
 @dataclass(frozen=True)
-class _StopOptions:
+class _StopOptions(SettingsGroup):
     """Options."""
 
     run: str = ""
     """Name or directory of the run; default: the one that is running here, or else the last run
     launched from here."""
+    trust: bool = False
+    """Allow the Ray cluster that the directory names; it can run code in this process."""
 
 
 def stop(args: list[str]) -> int:
@@ -176,7 +181,7 @@ def stop(args: list[str]) -> int:
     local = runs.local(options.run)
     if local is not None:
         return runs.stop(local)
-    run = _find(options.run)
+    run = _find(options.run, options.trust)
     print(f"stopping {run.placement.name}; the learner saves first", flush=True)
     run.stop()
     _print_states(run)
@@ -188,13 +193,21 @@ def _launches() -> Path:
     return state_directory() / "launches"
 
 
-def _find(text: str) -> "Launched":
+def _find(text: str, trusted: bool) -> "Launched":
     """The run of a directory or name; "": the last one. Raises ConfigError."""
     from zapex.clusters.placement import Launched
 
-    if text and (Path(text) / FACTS).is_file():
-        return Launched.find(text)
     known = {path.name: path for path in _launches().glob("*")}
+    if text and (Path(text) / FACTS).is_file():
+        run = Launched.find(text)
+        # Ray unpickles what the cluster sends.
+        from_here = str(run.directory) in {read_text(path) for path in known.values()}
+        if run.placement.on == "ray" and not (trusted or from_here):
+            raise ConfigError(
+                f"{text} was not launched from here, and the Ray cluster that it names could run "
+                f"code in this process: {run.table.address!r}. If you trust it, give --trust"
+            )
+        return run
     if not text and not known:
         raise ConfigError("no run was launched from here: name its directory")
     newest = max(known.values(), key=lambda path: path.stat().st_mtime, default=None)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from zapex.cli.flags import parse, read_settings
+from zapex.cli.flags import check_output, parse, read_settings
 from zapex.cli.resolve import check_trust
+from zapex.config.fields import SettingsGroup, setting
 from zapex.config.settings import Config
 from zapex.errors import CheckpointError, ConfigError
 
@@ -24,12 +25,12 @@ _PROGRESS_S = 10.0
 
 
 @dataclass(frozen=True)
-class _EvalOptions:
+class _EvalOptions(SettingsGroup):
     """Options."""
 
     run: str = ""
     """Directory of the run, or its name in runs/."""
-    episodes: int = 10
+    episodes: int = setting(10, low=1)
     """Episodes to play."""
     checkpoint: str = "best"
     """Checkpoint to evaluate: best, latest, the name of one of the run's, or a file."""
@@ -41,12 +42,12 @@ class _EvalOptions:
     """Show the episodes in a window as they are played; needs a display."""
     json: str = ""
     """Write the returns to this file."""
-    seed: int = 1
+    seed: int = setting(1, low=0, high=2**63 - 1)
     """Random seed."""
-    epsilon: float | None = None
+    epsilon: float | None = setting(None, low=0.0, high=1.0)
     """Share of random actions; default: the run's --eval-epsilon."""
-    device: str = "auto"
-    """Device of the network: auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the network."""
     env: str = ""
     """The run's environment, to confirm a module:Id or module:callable instead of giving
     --trust."""
@@ -54,19 +55,11 @@ class _EvalOptions:
     """Allow the modules that the run names."""
 
     def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ConfigError(f"--episodes must be at least 1, got {self.episodes}")
-        if self.epsilon is not None and not 0 <= self.epsilon <= 1:
-            raise ConfigError(f"--epsilon must be 0 to 1, got {self.epsilon:g}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"--device must be auto, cpu or cuda, got {self.device!r}")
-        if self.video and not self.video.endswith(".mp4"):
-            raise ConfigError(f"--video must end in .mp4, got {self.video}")
+        super().__post_init__()
         if self.terminal and self.render:
             raise ConfigError("--terminal and --render show the same episodes: give one of them")
-        for flag, file in (("--json", self.json), ("--video", self.video)):
-            if not Path(file).parent.is_dir():
-                raise ConfigError(f"{flag} {file} is in a directory that does not exist")
+        check_output("--video", self.video, ".mp4")
+        check_output("--json", self.json)
 
 
 @dataclass(frozen=True)

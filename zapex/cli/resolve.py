@@ -1,6 +1,7 @@
 """The settings and options of a command, from defaults, preset, file or saved run, and flags."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import flags_of, read, read_settings, show_help
-from zapex.config.fields import flag_of
+from zapex.config.fields import SettingsGroup, flag_of, setting
 from zapex.config.settings import FIELDS, NETWORK_FIELDS, SECTIONS, Config, EnvConfig, ReplayConfig
 from zapex.errors import CheckpointError, ConfigError
 from zapex.host.parts import PARTS, Part
@@ -33,24 +34,19 @@ _RUNS_CODE = ("env", "env_kwargs", "wrapper", "network", "loss")  # they may nam
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SettingsGroup):
     """Options of the command."""
 
     config: str = ""
     """A TOML file of settings, as `zapex config` prints it; flags override it."""
-    total_timesteps: int = 0
+    total_timesteps: int = setting(0, low=0)
     """Stop after this many steps of all environments, i.e. --max-frames in steps; 0: no limit."""
     trust: bool = False
     """Allow the modules that a saved run, or the file of --config, names."""
-    more_minutes: float = 0.0
+    more_minutes: float = setting(0.0, low=0.0)
     """With --resume: stop after this many minutes more, instead of --max-minutes."""
-    more_frames: int = 0
+    more_frames: int = setting(0, low=0)
     """With --resume: stop after this many frames more, instead of --max-frames."""
-
-    def __post_init__(self) -> None:
-        for name in ("total_timesteps", "more_minutes", "more_frames"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{flag_of(name)} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -445,9 +441,11 @@ def _concerns(part: Part, name: str) -> bool:
 def _new_run_directory(config: Config, part: str) -> Path:
     """The directory of a new run, or of a part of one. Raises ConfigError if it exists."""
     env, run = re.sub("[/:]", "-", config.env.env), config.run
-    # Runs of a sweep may start within the same second.
+    # Runs of a sweep may start within the same second, on any host that sees the directory.
     now = time.strftime("%Y%m%d-%H%M%S") + f"-{time.time_ns() // 10**6 % 1000:03d}"
-    path = Path(run.run_dir or f"runs/{env}__{run.exp}__{run.seed}__{now}{part and '__' + part}")
+    name = f"runs/{env}__{run.exp}__{run.seed}__{now}{part and '__' + part}"
+    names = (Path(name + (f"-{n}" if n else "")) for n in itertools.count())
+    path = Path(run.run_dir) if run.run_dir else next(one for one in names if not one.exists())
     if path.exists():
         raise ConfigError(
             f"--run-dir must be new, and {path} exists: choose another, or continue with "

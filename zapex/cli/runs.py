@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from zapex.cli import play
-from zapex.cli.flags import parse
+from zapex.cli.flags import check_output, parse
+from zapex.config.fields import SettingsGroup
 from zapex.errors import ConfigError, ZapexError
 from zapex.machine.reading import say
 
 _STOP_S = 60.0  # a run takes five seconds to stop; the machine may be busy
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class _RunsOptions:
+class _RunsOptions(SettingsGroup):
     """Options."""
 
     directory: str = "runs"
@@ -54,7 +54,7 @@ def runs(args: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class _WatchOptions:
+class _WatchOptions(SettingsGroup):
     """Options."""
 
     run: str = ""
@@ -129,7 +129,7 @@ def _left(run_dir: Path) -> int:
 
 
 @dataclass(frozen=True)
-class _PlotOptions:
+class _PlotOptions(SettingsGroup):
     """Options."""
 
     runs: tuple[str, ...] = ()
@@ -142,16 +142,8 @@ class _PlotOptions:
     """Draw the curves to this file: .png, .svg or .pdf; default: only print the table."""
 
     def __post_init__(self) -> None:
-        for flag, value, known in (
-            ("--by", self.by, ("config", "seed")),
-            ("--score", self.score, ("auto", "evaluation", "training", "greedy")),
-        ):
-            if value not in known:
-                raise ConfigError(f"{flag} must be one of {', '.join(known)}, got {value!r}")
-        if self.out and Path(self.out).suffix not in _PICTURES:
-            raise ConfigError(f"--out must end in {', '.join(_PICTURES)}, got {self.out!r}")
-        if self.out and not Path(self.out).parent.is_dir():
-            raise ConfigError(f"--out {self.out} is in a directory that does not exist")
+        super().__post_init__()
+        check_output("--out", self.out, ".png", ".svg", ".pdf")
 
 
 def plot(args: list[str]) -> int:
@@ -189,7 +181,7 @@ def _runs(words: tuple[str, ...]) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class _CompareOptions:
+class _CompareOptions(SettingsGroup):
     """Options."""
 
     runs: tuple[str, ...] = ()

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zapex.cli.flags import parse
+from zapex.cli.flags import check_output, parse
 from zapex.cli.resolve import check_trust
+from zapex.config.fields import SettingsGroup
 from zapex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _network(
 
 
 @dataclass(frozen=True)
-class _ExportOptions:
+class _ExportOptions(SettingsGroup):
     """Options."""
 
     run: str = ""
@@ -110,10 +111,8 @@ class _ExportOptions:
     """Allow the modules that the run names."""
 
     def __post_init__(self) -> None:
-        if self.onnx and not self.onnx.endswith(".onnx"):
-            raise ConfigError(f"--onnx must end in .onnx, got {self.onnx!r}")
-        if not Path(self.onnx).parent.is_dir():
-            raise ConfigError(f"--onnx {self.onnx} is in a directory that does not exist")
+        super().__post_init__()
+        check_output("--onnx", self.onnx, ".onnx")
 
 
 def command(args: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Settings as dataclass fields with a type and a range; counts like 200k; values as TOML."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -7,6 +8,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from zapex.errors import ConfigError
@@ -58,6 +60,7 @@ _TYPES = {
     str: "text",
     types.NoneType: "left out",
     list: "a list of texts",
+    tuple: "texts",
     dict: "a table of named values",
 }
 
@@ -78,7 +81,7 @@ def _type_problem(value: Any, kind: Any) -> str | None:
         fits = isinstance(value, (int, float)) and math.isfinite(value)
     else:
         fits = isinstance(value, kind)
-        if fits and kind in (list, dict):  # of texts, or named by texts
+        if fits and kind in (list, tuple, dict):  # of texts, or named by texts
             fits = all(isinstance(each, str) for each in value)
     return None if fits else _TYPES[kind]
 
@@ -120,17 +123,11 @@ def parse_count(text: str) -> int:
     Raises:
         ConfigError: the text is not a whole number.
     """
-    match = re.fullmatch(r"([-+]?[0-9][0-9_]*)?(\.[0-9]+)?(e[-+]?[0-9]+)?([kmgb]?)", text.lower())
-    if match and (match[1] or match[2]):
-        # Integers are exact, where floats would round.
-        whole, fraction = match[1] or "0", (match[2] or ".")[1:]
-        exponent = int((match[3] or "e0")[1:])
-        if abs(exponent) <= 18:
-            digits = int(whole.replace("_", "") + fraction) * _COUNT_SUFFIXES[match[4]]
-            shift = exponent - len(fraction)
-            value, rest = divmod(digits * int(10 ** max(shift, 0)), int(10 ** max(-shift, 0)))
-            if rest == 0:
-                return value
+    match = re.fullmatch(r"([-+]?[0-9_.]{1,40}(?:e[-+]?[0-9]{1,2})?)([kmgb]?)", text.lower())
+    with contextlib.suppress(ValueError):
+        value = Fraction(match[1]) * _COUNT_SUFFIXES[match[2]] if match else Fraction(1, 2)
+        if value.denominator == 1 and abs(value) < 1 << 63:
+            return int(value)
     raise ConfigError(f"a count must be a whole number like 5000, 200k, 2e5 or 10M, got {text!r}")
 
 

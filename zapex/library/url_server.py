@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from zapex.chunks.arguments import MOST_TIMEOUT_S
 from zapex.chunks.layout import ACTOR, COMMIT_SEQUENCE, INCARNATION, LIVE, SEQUENCE, STATE
 from zapex.chunks.schema import Schema
+from zapex.config.fields import SettingsGroup, setting
 from zapex.errors import ConfigError, NotEnoughData, ZapexError, tell
 from zapex.fstack import Setup
 from zapex.host.roster import Roster
@@ -183,7 +185,7 @@ CREDIT = 4  # twice the chunks that a writer may have in flight
 
 
 @dataclass(frozen=True)
-class LibraryConfig:
+class LibraryConfig(SettingsGroup):
     """Options of a replay without an environment."""
 
     schema: str
@@ -192,23 +194,23 @@ class LibraryConfig:
     """Address to serve at: tcp://ADDRESS:PORT or ipc:///PATH. Any but loopback needs --keys.
     zmtp://ADDRESS:PORT serves the same clients without libzmq; they connect with tcp://. So does
     fstack://ADDRESS:PORT, on F-Stack (docs/fstack.md)."""
-    capacity: int = 1_000_000
+    capacity: int = setting(1_000_000, low=1)
     """Transitions."""
-    alpha: float = 0.6
+    alpha: float = setting(0.6, low=0.0)
     """How much priorities matter."""
-    eps: float = 1e-6
+    eps: float = setting(1e-6, low=0.0)
     """Added to each |priority|."""
-    seed: int = 0
+    seed: int = setting(0, low=0, high=2**63 - 1)
     """Seed of the draws."""
-    writers: int = 16
+    writers: int = setting(16, low=1, high=4096)
     """Writers at a time, over all clients; a client that extends counts as one."""
-    min_size_to_sample: int = 1
+    min_size_to_sample: int = setting(1, low=1)
     """Transitions that there must be before the first batch."""
-    samples_per_insert: float = 0.0
+    samples_per_insert: float = setting(0.0, low=0.0)
     """How often a transition is drawn on average; 0: no limit."""
-    tolerance: int = 0
+    tolerance: int = setting(0, low=0)
     """Samples by which either side may be ahead; 0: chosen automatically."""
-    timeout_s: float = 5.0
+    timeout_s: float = setting(5.0, low=0.0, high=MOST_TIMEOUT_S)
     """Seconds that a batch may wait for samples per insert."""
     keys: str = ""
     """Directory of `zapex keygen` with replay.key and public.json; clients have client.key."""
@@ -227,11 +229,6 @@ class LibraryConfig:
 
     def check(self) -> None:
         """Raise ConfigError if the options are invalid, or this machine cannot serve them."""
-        if self.capacity < 1 or not 1 <= self.writers <= 4096:
-            raise ConfigError(
-                "--capacity must be at least 1 and --writers 1 to 4096, got "
-                f"{self.capacity} and {self.writers}"
-            )
         self.security.check(self.listen, "--listen")
         check_free(self.listen, self.fstack)
         if 2 * self.writers * CREDIT * self.layout.chunk > self.layout.capacity:

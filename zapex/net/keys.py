@@ -8,6 +8,7 @@ role, so a key stolen from an actor's host cannot publish parameters.
 
 import json
 import os
+import shlex
 import shutil
 import stat
 import struct
@@ -136,7 +137,7 @@ def _check_private(path: Path, mode: int, what: str) -> None:
     if not is_kind or status.st_uid != os.getuid() or found & ~mode:
         raise ConfigError(
             f"{path} must be a {what} of your own with mode {mode:04o}, it has {found:04o} and "
-            f"belongs to user {status.st_uid}: chmod {mode:o} {path}"
+            f"belongs to user {status.st_uid}: chmod {mode:o} {shlex.quote(str(path))}"
         )
 
 
