@@ -8,7 +8,7 @@ import pytest
 
 from zapex.cli import balance as command
 from zapex.cli import main as cli
-from zapex.cli.resolve import actors_auto, cache_directory, resolve
+from zapex.cli.resolve import cache_directory, resolve
 from zapex.config.settings import Config
 from zapex.machine.gpu import Gpu
 from zapex.machine.resources import Machine
@@ -90,18 +90,6 @@ def test_a_damaged_result_is_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "balance.json"
     path.write_text(text)
     assert balance.kept(path) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "rest", "found"),
-    [
-        ("--actors auto --lr 1", "--lr 1", True),
-        ("X --actors=auto", "X", True),
-        ("--actors 4 --device auto", "--actors 4 --device auto", False),
-    ],
-)
-def test_auto_is_taken_only_from_actors(words: str, rest: str, found: bool) -> None:
-    assert actors_auto(words.split()) == (rest.split(), found)
 
 
 def test_actors_auto_uses_the_result_for_this_environment_and_network(

@@ -124,7 +124,7 @@ def _value(name: str, kinds: tuple[Any, ...], words: list[str]) -> Any:
         if bool in kinds:
             return {"true": True, "false": False}[text.lower()]
         if int in kinds:
-            return parse_count(text)
+            return text if (name, text) == ("actors", "auto") else parse_count(text)
         return float(text) if float in kinds else text
     except ConfigError as error:
         raise ConfigError(f"{flag_of(name)}: {error}") from None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zapex.run.preflight import Finding
 
 AUTO = "auto"
-"""The value of --resume for a command that may be started several times, e.g. by a scheduler."""
+"""A value of --actors, and of --resume for a command that is started several times."""
 _RUNS_CODE = ("env", "env_kwargs", "wrapper", "network", "loss")  # they may name modules
 
 
@@ -84,11 +84,10 @@ def resolve(
         ConfigError: anything that cannot work, before any process starts.
     """
     kinds = (options, *SECTIONS.values())
-    args, balanced = actors_auto(args) if "actor" in part.roles else (args, False)
     given = read(args, flags_of(*kinds), command, ["env"])
     help_wanted = given.pop("help", False)
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
-    layers, spec, machine = _layered(given, more, command, part, balanced, not help_wanted)
+    layers, spec, machine = _layered(given, more, command, part, not help_wanted)
     if help_wanted:
         values = vars(more) | {name: layers[name] for name in FIELDS}
         groups = {
@@ -105,11 +104,11 @@ def resolve(
 def settled(given: dict[str, Any], more: Options) -> Resolved:
     """As `resolve` for `zapex train`, from values by name; `given` is used up."""
     part = PARTS["all"]
-    return _checked(*_layered(given, more, "train", part, False, True), more, part)
+    return _checked(*_layered(given, more, "train", part, True), more, part)
 
 
 def _layered(
-    given: dict[str, Any], more: Options, command: str, part: Part, balanced: bool, ask_torch: bool
+    given: dict[str, Any], more: Options, command: str, part: Part, ask_torch: bool
 ) -> "tuple[Layers, EnvironmentSpec, Machine]":
     """The settings, layer over layer: defaults, preset, file or saved run, flags.
 
@@ -121,6 +120,9 @@ def _layered(
             f"--save-replay is for the host with the replay, and `zapex {command}` has none to save"
         )
     named = given.get("resume", "") not in ("", AUTO)
+    balanced = given.get("actors") == AUTO and "actor" in part.roles
+    if balanced:
+        del given["actors"]
     path = _settings_file(given, more.config, command, part)
     values = read_settings(path) if path else {}
     check_trust(path, values, given, more.trust)
@@ -302,21 +304,6 @@ def _remember(config: Config) -> None:
 def state_directory() -> Path:
     """Where zapex remembers what this user has run and launched."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "zapex"
-
-
-def actors_auto(args: list[str]) -> tuple[list[str], bool]:
-    """The words without `--actors auto`, and whether it was among them."""
-    rest: list[str] = []
-    found = False
-    for word in args:
-        if word == "auto" and rest[-1:] == ["--actors"]:
-            rest.pop()
-            found = True
-        elif word == "--actors=auto":
-            found = True
-        else:
-            rest.append(word)
-    return rest, found
 
 
 def cache_directory() -> Path:
