@@ -18,7 +18,7 @@ from zapex.errors import NotEnoughData
 from zapex.host.roster import Roster
 from zapex.library.prioritized import OwnedReplay
 from zapex.library.url_client import CONFIG, form_of
-from zapex.library.url_server import CallHandler
+from zapex.library.url_server import LibraryServer
 from zapex.machine.mailbox import Mailbox
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
 from zapex.net.server import LinkServer
@@ -133,7 +133,7 @@ class Sessions(ABC):
         """All clients' lives."""
 
     @abstractmethod
-    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], None]:
+    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], object]:
         """What serves; the call is one duty cycle of it, after a message has come in."""
 
     def _params_version(self) -> int:
@@ -263,29 +263,23 @@ class LibrarySessions(Sessions):
         said += _pushes(b"b", examples["push"])
         keys, priorities = np.array([0, 1]), np.array([0.5, 2.0])
         calls = [
-            m.Call(0, Request.CAN_SAMPLE, rows=2), m.Call(1, Request.SAMPLE, rows=2),
-            m.Call(2, Request.SAMPLE, rows=1),
+            m.Call(0, Request.CAN_SAMPLE, rows=2), m.Sample(1, 2), m.Sample(2, 1, part=True),
             m.Call(3, Request.UPDATE, rows=2, keys=keys, priorities=priorities),
-            m.Call(4, Request.STATS), m.Call(5, Request.KEYS, rows=0, incarnation=5, option=1),
-            m.Call(6, Request.SAMPLE, rows=4, option=2),
+            m.Call(4, Request.STATS), m.Call(5, Request.KEYS, rows=0, option=1),
+            m.Sample(6, 4, piece_rows=2, method=2),
         ]  # fmt: skip
         said += [(b"c", call) for call in calls]
         return [*said, (b"a", m.Bye()), (b"c", m.Bye())]
 
-    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], None]:
+    def _serve(self, server: LinkServer, replay: OwnedReplay) -> Callable[[], object]:
         grant = _STREAMS * self._layout.chunk
         limits = LimiterConfig(
             samples_per_insert=1, min_size_to_sample=1, tolerance=2 * grant + self.form.batch_size,
             grant=grant, batch=self.form.batch_size, capacity=self._layout.capacity,
         )  # fmt: skip
-        clock = itertools.count()  # a call that waits for the limiter is refused a few looks later
-        handler = CallHandler(server, replay, timeout_s=4.0, clock_s=lambda: float(next(clock)))
-        source = ZmqExperienceSource(server, replay.store, [handler])
-        intake = Intake(source, replay, limits, streams_per_actor=_STREAMS)
-
-        def do_work() -> None:
-            intake.do_work(0, 0)
-            handler.answer(intake.limiter)
-            replay.inserted = intake.inserted
-
-        return do_work
+        clock = itertools.count()  # a request that waits for the limiter is refused soon
+        library = LibraryServer(
+            server, replay, limits, credit=_STREAMS, timeout_s=4.0,
+            clock_s=lambda: float(next(clock)),
+        )  # fmt: skip
+        return library.do_work

@@ -159,7 +159,8 @@ def test_a_client_that_compresses_gives_the_same_beside_one_that_does_not(tmp_pa
     with server(tmp_path, "--capacity", "2000", "--seed", "5") as served:
         with served.connect() as plain, served.connect(compress=True, prefetch=1) as small:
             kinds = []
-            take = small._link.link._dealers.receive
+            dealers = small._replays[0].link.link._dealers
+            take = dealers.receive
 
             def receive(channel):
                 buffers = take(channel)
@@ -167,7 +168,7 @@ def test_a_client_that_compresses_gives_the_same_beside_one_that_does_not(tmp_pa
                     kinds.append(int.from_bytes(bytes(buffers[0])[6:8], "little"))
                 return buffers
 
-            small._link.link._dealers.receive = receive
+            dealers.receive = receive
             keys = small.extend(**rows)
             assert len(plain) == len(keys) == 96
             for client in (plain, small):
@@ -288,6 +289,21 @@ def test_keys_are_of_a_clients_own_rows_where_another_had_its_number_before(tmp_
                 )
                 drawn = client.sample(count, method="without_replacement").action
                 assert sorted(drawn.tolist()) == rows["action"].tolist()
+
+
+def test_keys_of_a_former_memory_are_stale(tmp_path):
+    rows, options = rows_from(1)[0], {"schema": SCHEMA, "timeout_s": DEADLINE_S}
+    with Service(SCHEMA, 4000, 1.0, 0.0, tmp_path) as service:
+        client = zapex.connect(service.url, **options)
+        keys = client.extend(**rows)
+    with Service(SCHEMA, 4000, 1.0, 0.0, tmp_path) as service:
+        with zapex.connect(service.url, **options) as other:
+            assert set(other.extend(**rows).tolist()) & set(keys.tolist())
+            assert client.update_priorities(keys, np.ones(len(keys))) == (0, len(keys))
+            assert other.stats()["updates_applied"] == 0
+        batch = client.sample(16)
+        assert client.update_priorities(batch.keys, np.ones(16)) == (16, 0)
+        client.close()
 
 
 def test_a_server_that_is_killed_comes_back_over_the_same_memory(tmp_path):

@@ -26,7 +26,7 @@ from benchmarks.support.machine import Watch
 from tests.support.naive import NaiveNStep
 from zapex import Column, PrioritizedReplay, Schema
 from zapex.chunks.batch import aligned_zeros
-from zapex.library.url_server import LibraryConfig, make_cycle
+from zapex.library.url_server import LibraryConfig, make_server
 
 PLACES = ("owner", "handle", "url")
 MODES = ("next_step", "same_step", "disabled")
@@ -439,15 +439,15 @@ class Service:
         config = LibraryConfig(
             schema.to_json(), f"ipc://{folder}/replay", capacity, alpha, eps, writers=4
         )
-        self._cycle = make_cycle(config, aligned_zeros(config.nbytes), time.time_ns())
-        self.url = self._cycle.server.url
+        self._library = make_server(config, aligned_zeros(config.nbytes), time.time_ns())
+        self.url = self._library.server.url
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self):
         while not self._stopping:
-            if not self._cycle.do_work():
-                self._cycle.wait(self._cycle.ready)
+            if not self._library.do_work():
+                self._library.wait(self._library.ready)
 
     def __enter__(self):
         self._thread.start()
@@ -456,7 +456,7 @@ class Service:
     def __exit__(self, *_):
         self._stopping = True
         self._thread.join(DEADLINE_S)
-        self._cycle.close()
+        self._library.close()
 
 
 def play(seed, place, calls):

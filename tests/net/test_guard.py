@@ -33,14 +33,11 @@ from tests.support.transport_rigs import (
 )
 from zapex.chunks.layout import ACTOR, INCARNATION, SEQUENCE
 from zapex.errors import ConfigError
-from zapex.library.url_server import CallHandler
 from zapex.net import server as net_server
 from zapex.net import sockets as net_sockets
 from zapex.net.server import own_bytes
 from zapex.net.sessions import Session
-from zapex.replay.limiter import LimiterConfig, RateLimiter
 from zapex.wire import messages as m
-from zapex.wire.messages import Call, Request
 from zapex.wire.protocol import MAY_SEND, Kind, RawMessage
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
@@ -250,52 +247,6 @@ def test_a_learner_that_reads_nothing_gets_four_batches(
     assert sink.requests() == 4
     sink.answer(server.replay.draw(BATCH))
     assert len({id(memory()) for memory in memories} - {id(None)}) == 4  # one is used, three wait
-    relay.kill()
-    server.close()
-
-
-def test_a_library_client_that_reads_nothing_gets_four_batches(
-    peer: Any,
-) -> None:
-    memory, now_s = Memory(layout_of(600, streams=4), 2), 0.0  # the client has an actor too
-    handlers: list[CallHandler] = []
-
-    def handler_of(server: NetworkReplay) -> CallHandler:
-        replay: Any = server.replay
-        handlers.append(CallHandler(server.server, replay, timeout_s=5.0, clock_s=lambda: now_s))
-        return handlers[0]
-
-    server = NetworkReplay(memory, "tcp://127.0.0.1:0", large_bytes=1, more_ends=[handler_of])
-    relay = Relay(memory.layout, server.url)
-    free = LimiterConfig(
-        samples_per_insert=0, min_size_to_sample=1, tolerance=0, grant=1, batch=BATCH, capacity=600
-    )
-    limiter = RateLimiter(free, committed=1)
-    (handler,) = handlers
-    until(
-        lambda: relay.make() and len(server.replay) >= BATCH,
-        lambda: (server.turn(), relay.turn()),
-        "enough to sample",
-    )
-    client, held = peer(server.url), SimpleNamespace(done=False)
-    client.send_multipart(m.encode(hello("client", m.BULK)))
-    for sequence in range(7):
-        client.send_multipart(m.encode(Call(sequence, Request.SAMPLE, rows=BATCH)))
-    until(lambda: handler.waiting == 7, server.turn, "calls")
-    with mock.patch.object(net_sockets, "send", return_value=held):
-        assert (handler.answer(limiter), handler.answer(limiter)) == (4, 0)
-        held.done = True
-        assert (handler.answer(limiter), handler.waiting) == (3, 0)
-        held.done = False
-    for sequence in range(7, 14):
-        client.send_multipart(m.encode(Call(sequence, Request.SAMPLE, rows=BATCH)))
-    until(lambda: handler.waiting == 7, server.turn, "calls")
-    with mock.patch.object(net_sockets, "send", return_value=held):
-        assert handler.answer(limiter) == 4
-        assert (handler.waiting, handler.dropped) == (3, 0)
-        now_s = 5.0
-        handler.answer(limiter)
-        assert (handler.waiting, handler.dropped) == (0, 3)
     relay.kill()
     server.close()
 

@@ -22,7 +22,8 @@ def examples(
         "welcome": m.Welcome(99, push.schema, 55, 7, 8, 4, True, states),
         "push": push,
         "ack": m.Ack(states),
-        "sample": m.Sample(5, 2),
+        "sample": m.Sample(5, 2, True, 1, method=2, part=True),
+        "no_batch": m.NoBatch(5, 2, "too few transitions"),
         "batch": batch,
         "update": m.Update(55, 6, keys, priorities),
         "update_ack": m.UpdateAck(7, 1),
@@ -33,8 +34,8 @@ def examples(
         "stats": m.Stats(3, 1_000, as_buffer(bytes(16)), as_buffer(b"episode.")),
         "bye": m.Bye(),
         "error": m.Error(m.Fault.FENCED, "a newer one is there"),
-        "call": m.Call(8, 1, rows=2, keys=keys, priorities=np.array([0.5, -2.0])),
-        "reply": m.Reply(8, 2, 3, 4, as_buffer(b"too few transitions")),
+        "call": m.Call(8, 1, rows=2, epoch=55, keys=keys, priorities=np.array([0.5, -2.0])),
+        "reply": m.Reply(8, 2, 3, 4, as_buffer(b"a priority is NaN")),
     }
 
 

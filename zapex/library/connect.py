@@ -12,7 +12,6 @@ _MOST_SCHEMA_BYTES = 1 << 20  # more is no schema
 
 if TYPE_CHECKING:
     from zapex.library.handle_client import HandleClient
-    from zapex.library.sharded import ShardedClient
     from zapex.library.url_client import UrlClient
 
 
@@ -22,20 +21,7 @@ def connect(target: Handle, *, timeout_s: float = 10.0) -> "HandleClient": ...
 
 @overload
 def connect(
-    target: str,
-    *,
-    schema: Schema | str | Path,
-    timeout_s: float = 10.0,
-    prefetch: int = 0,
-    keys: str | Path = "",
-    insecure_network: bool = False,
-    compress: bool = False,
-) -> "UrlClient": ...
-
-
-@overload
-def connect(
-    target: list[str] | tuple[str, ...],
+    target: str | list[str] | tuple[str, ...],
     *,
     schema: Schema | str | Path,
     timeout_s: float = 10.0,
@@ -44,7 +30,7 @@ def connect(
     insecure_network: bool = False,
     shard_timeout_s: float = 2.0,
     compress: bool = False,
-) -> "ShardedClient": ...
+) -> "UrlClient": ...
 
 
 def connect(
@@ -57,7 +43,7 @@ def connect(
     insecure_network: bool = False,
     shard_timeout_s: float = 2.0,
     compress: bool = False,
-) -> "HandleClient | UrlClient | ShardedClient":
+) -> "HandleClient | UrlClient":
     """Connect to a replay that another process or host owns.
 
     The client has the methods of PrioritizedReplay that use a replay: `writer`, `extend`, `sample`,
@@ -84,8 +70,7 @@ def connect(
             Both ends need `pip install 'zapex[compress]'`.
 
     Returns:
-        A HandleClient, a UrlClient, or for a list a ShardedClient. Their public methods are
-        thread-safe.
+        A HandleClient or a UrlClient. Their public methods are thread-safe.
 
     Raises:
         PeerDied: the owner is gone.
@@ -111,7 +96,6 @@ def connect(
         raise ConfigError(f"schema must be a Schema or the name of its file, got {schema!r}")
     if isinstance(schema, str | Path):
         schema = Schema.from_json(schema_text(schema, "the schema"))
-    from zapex.library.sharded import ShardedClient
     from zapex.library.url_client import UrlClient
     from zapex.net import addresses
     from zapex.net.keys import Security
@@ -119,16 +103,7 @@ def connect(
     for url in urls:
         addresses.parse(url, "the target of connect")
     security = Security.load(str(keys), "client", insecure_network)
-    if isinstance(target, str):
-        return UrlClient(
-            target,
-            schema,
-            timeout_s=timeout_s,
-            prefetch=prefetch,
-            security=security,
-            compress=compress,
-        )
-    return ShardedClient(
+    return UrlClient(
         urls,
         schema,
         timeout_s=timeout_s,

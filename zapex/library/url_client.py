@@ -1,46 +1,56 @@
-"""A replay served by `zapex replay --schema`, on any host, with the names of PrioritizedReplay.
+"""Replays served by `zapex replay --schema`, on any host, with the names of PrioritizedReplay.
 
-Chunks are sent when they are closed, as a relay's are: they are kept until acknowledged and sent
-again when the replay is back, and the replay never takes a chunk twice. Everything else is a call
-and its answer; a call without an answer is sent again. So when the replay's process dies and is
-started again, the client only waits.
+A client uses the links of a run: chunks are sent as a relay's are, batches come as a learner's do,
+from one replay or from several that are used as one. What a run does not ask is a call and its
+reply. All of these are sent again until they are answered, and the replay takes nothing twice. So
+when the replay's process dies and is started again, the client only waits.
 """
 
 import itertools
+import json
 import math
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, cast
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zapex.chunks.arguments import MOST_TIMEOUT_S, magnitudes
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.keys import NO_KEY
-from zapex.chunks.layout import ACTOR, INCARNATION, SEQUENCE, BatchLayout
+from zapex.chunks.keys import NO_KEY, by_shard, with_shard, without_shard
+from zapex.chunks.layout import ACTOR, INCARNATION, SEQUENCE
 from zapex.chunks.schema import Schema
 from zapex.chunks.store import ChunkStore
-from zapex.errors import ConfigError, PeerDied, PeerError, PeerTimeout, told
-from zapex.library.client import Answer, ProcessLock, ReplayClient
+from zapex.errors import ConfigError, NotEnoughData, PeerDied, PeerError, PeerTimeout, told
+from zapex.library.client import ProcessLock, ReplayClient
 from zapex.library.interface import Extender, Rows
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
+from zapex.net.sample_source import ZmqSampleSource
+from zapex.net.shard_samples import ShardedSampleSource
 from zapex.replay.core import ReplayLayout
-from zapex.replay.draw import METHODS, Draw
+from zapex.replay.draw import Draw
+from zapex.replay.shards import MOST_SHARDS, Shares
 from zapex.sumtree_numba import Method
-from zapex.wire.batches import BatchUnpacker
 from zapex.wire.compression import check_installed
-from zapex.wire.experience import BatchMessage
-from zapex.wire.messages import SMALL, Bye, Call, Reply, Request, Welcome, most_rows
+from zapex.wire.messages import PRESENT, SMALL, Bye, Call, Reply, Request, Welcome, most_rows
 from zapex.wire.protocol import Form, Kind
 from zapex.zmq_transport import ChunkSender
 
 CONFIG = {"library": 1}
 """The settings that both ends must share, besides the schema."""
 _LOOK_S = 0.2  # period of the thread that says hello for idle links
+_AGAIN_S = 2.0  # without a reply for this long, the call is sent again
+_FRESH_S = 1.0  # what several replays have said of themselves is asked again after this time
+_LEAST_TIMEOUT_S = 1.5
+_LARGEST = {"chunk"}  # statistics that are not added up
 
 
 def form_of(layout: ReplayLayout) -> Form:
@@ -259,11 +269,82 @@ class UrlSlots:
             self._wait(arrived, "an acknowledgement")
 
 
-_AGAIN_S = 2.0  # without an answer for this long, the call is sent again
+@dataclass(eq=False)
+class _Asked:
+    """A call, when it was last sent, and its reply once that has come."""
+
+    call: Call
+    sent_s: float
+    reply: Reply | None = None
+
+
+class Served:
+    """One served replay: the link of a client, its batches, and its calls."""
+
+    def __init__(
+        self,
+        url: str,
+        schema: Schema,
+        security: Security,
+        timeout_s: float,
+        lock: ProcessLock,
+        compress: bool,
+    ) -> None:
+        """Raises PeerTimeout, Refused (another schema, no library), ConfigError."""
+        self.url = url
+        self._open = partial(UrlLink, url, schema, security=security, compress=compress)
+        asking = self._open(None, timeout_s=timeout_s)
+        chunk = asking.welcome.chunk  # only the replay knows it
+        asking.close()
+        self.layout = ReplayLayout(schema, max(1, chunk), 1, chunk)
+        self.link = self.open(timeout_s, lock=lock)
+        self.source = ZmqSampleSource(self.link.link, 0.0)
+        self.source.epoch = self.link.welcome.epoch
+        self._sequence = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self.link.link.register({Kind.REPLY: self._take}, on_welcome=self._welcome)
+
+    def open(self, timeout_s: float, actors: int = 0, lock: ProcessLock | None = None) -> UrlLink:
+        """One more link, which says hello by itself while it is idle."""
+        link = self._open(form_of(self.layout), timeout_s=timeout_s, actors=actors, lock=lock)
+        link.look_while_idle()
+        return link
+
+    def ask(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> _Asked:
+        """Send a call. Raises PeerDied if this client is closed."""
+        self.link.check()
+        call = Call(next(self._sequence), what, rows, option, **more)
+        asked = self._asked[call.sequence] = _Asked(call, 0.0)
+        self._send(asked)
+        return asked
+
+    def waits(self, asked: _Asked) -> bool:
+        """Whether the reply has not come; if that takes long, the call is sent again."""
+        if asked.reply is None and time.monotonic() - asked.sent_s > _AGAIN_S:
+            self._send(asked)
+        return asked.reply is None
+
+    def forget(self, asked: _Asked) -> None:
+        """Expect no reply."""
+        self._asked.pop(asked.call.sequence, None)
+
+    def _send(self, asked: _Asked) -> None:
+        asked.sent_s = time.monotonic()
+        self.link.link.send(SMALL, asked.call)
+
+    def _take(self, reply: Reply) -> None:
+        if reply.sequence in self._asked:  # else it is a repeat
+            self._asked[reply.sequence].reply = reply
+
+    def _welcome(self, welcome: Welcome, channel: int) -> None:
+        if welcome.fresh:
+            for asked in self._asked.values():
+                if asked.reply is None:
+                    self._send(asked)
 
 
 class UrlClient(ReplayClient):
-    """A replay's client, made by `zapex.connect(url, schema=...)`. Public methods are thread-safe.
+    """A client of one served replay, or of several as one, made by `zapex.connect`. Thread-safe.
 
     Transitions of a writer can be drawn when their chunk is closed: it is full, or `flush` was
     called. `extend` closes its chunks, so give it many rows at once. Weights and priorities are the
@@ -271,238 +352,350 @@ class UrlClient(ReplayClient):
 
     With `prefetch`, `sample` also requests the next batches now. They are drawn by the priorities
     of now.
+
+    Batches, weights and updates of several replays are those of one that holds everything. The
+    place of a URL in the list is the shard in its keys, so give all clients the same list. What a
+    client adds goes to the replays in turn, and past one that does not answer. One that is waited
+    for and has said nothing for `shard_timeout_s` (a living one does each second) has no share
+    until it answers: its rows are drawn from the others. `stats()` are those of all replays, added
+    up, with three more: shards_away, how many have no share now; shards_lost, how often a share
+    went; shards_back, how often one came back.
     """
 
     _where = "over a network"
 
     def __init__(
         self,
-        url: str,
+        urls: Sequence[str],
         schema: Schema,
         *,
         timeout_s: float = 10.0,
         prefetch: int = 0,
         security: Security | None = None,
+        shard_timeout_s: float = 2.0,
         compress: bool = False,
     ) -> None:
-        """Raises PeerTimeout, Refused (another schema, no library), ConfigError."""
+        """Raises PeerTimeout if one does not answer, Refused, ConfigError."""
         super().__init__(schema, timeout_s)
-        if not 0 <= prefetch <= 16:
-            raise ConfigError(f"prefetch must be 0 to 16 batches, got {prefetch}")
+        _check(urls, prefetch, shard_timeout_s)
         if compress:
             check_installed("compress=True")
-        self.url, self.prefetch, self._compress = url, prefetch, compress
-        self._security = security or Security()
-        asking = UrlLink(url, schema, None, self._security, timeout_s)
-        chunk = asking.welcome.chunk  # only the replay knows it
-        asking.close()
-        self._layout = ReplayLayout(schema, max(1, chunk), 1, chunk)
-        self._form = form_of(self._layout)
-        self._most_rows = self._form.batch_size
-        self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
-        self._link = self._open()
-        self._lock = self._link.lock
-        self._sequence = itertools.count()
-        self._waiting: dict[int, Call] = {}
-        self._answers: dict[int, Reply | BatchMessage] = {}
-        self._ahead: deque[Call] = deque()
-        self._extending: tuple[UrlSlots, Extender] | None = None
+        self.urls, self.prefetch = tuple(urls), prefetch
+        self.shard_timeout_s = shard_timeout_s
+        self._most_rows = most_rows(schema)
+        self._several = len(urls) > 1
+        self._lock = ProcessLock()
+        self._extending: dict[int, tuple[UrlSlots, Extender]] = {}
         self._extending_lock = ProcessLock()
-        link = self._link.link
-        answers = {Kind.REPLY: self._take_answer, Kind.BATCH: self._take_answer}
-        link.register(answers, on_welcome=self._call_again)
+        self._turn = itertools.count(secrets.randbelow(len(urls)))
+        self._looked_s = -math.inf
+        self._ahead: tuple[int, Method] = (0, "stratified")  # what is requested
+        self._replays: list[Served] = []
+        try:
+            for url in urls:
+                trusted = security or Security()
+                served = Served(url, schema, trusted, timeout_s, self._lock, compress)
+                self._replays.append(served)
+        except BaseException:
+            self.close()
+            raise
+        sources = [replay.source for replay in self._replays]
+        self._source: ZmqSampleSource | ShardedSampleSource = sources[0]
+        self._shares = Shares(1)
+        if self._several:
+            self._source = ShardedSampleSource(
+                sources,
+                0.0,
+                "stratified",
+                None,
+                self._tell,
+                silent_s=shard_timeout_s,
+                late_s=max(shard_timeout_s, timeout_s / 2),
+            )
+            self._shares = self._source.shares
 
-    def _open(self, actors: int = 0, lock: ProcessLock | None = None) -> UrlLink:
-        link = UrlLink(
-            self.url,
-            self.schema,
-            self._form,
-            self._security,
-            self.timeout_s,
-            actors=actors,
-            lock=lock,
-            compress=self._compress,
-        )
-        link.look_while_idle()
-        return link
+    # Calls and waits, with the lock held.
 
-    # Calls.
+    def _wait(self, ready: Callable[[], object], for_what: str) -> None:
+        """Wait until `ready()`, which receives. Raises PeerTimeout, and the links' errors."""
+        first, *others = (replay.link.link for replay in self._replays)
+        self._replays[0].link.check()
+        also = tuple(fd for link in others for fd in link.fds)
+        if not first.wait(ready, self.timeout_s, also=also):
+            waiting = [link.waiting for link in (first, *others) if link.waiting]
+            missed = f"{for_what} did not come from {first.url} within {self.timeout_s:g} s"
+            raise PeerTimeout("; ".join(waiting) or missed)
 
-    def _call(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Any:
-        """Return the answer. Raises the replay's error, PeerTimeout, Refused."""
-        with self._link.lock:
-            return self._await(self._send(what, rows, option, **more))
+    def _replies(self, asked: Sequence[tuple[int, _Asked]]) -> list[Reply | None]:
+        """The replies to calls of these shards; None: of several, that one is away.
 
-    def _send(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Call:
-        self._link.check()
-        compressed = self._compress and what == Request.SAMPLE
-        call = Call(next(self._sequence), what, rows, option, compressed=compressed, **more)
-        self._waiting[call.sequence] = call
-        self._link.link.send(SMALL, call)
-        return call
+        Raises the replay's error.
+        """
 
-    def _await(self, call: Call, silence_s: float = math.inf) -> Reply | BatchMessage:
-        link = self._link.link
-        asked_s = time.monotonic()
-
-        def answered() -> bool:
-            nonlocal asked_s
-            if call.sequence not in self._answers and time.monotonic() - asked_s > _AGAIN_S:
-                asked_s = time.monotonic()
-                link.send(SMALL, call)
-            return call.sequence in self._answers or link.silent_s > silence_s
+        def come() -> bool:
+            self._source.do_work()
+            late = {s for s, one in asked if self._replays[s].waits(one)}
+            for shard in late if self._several else ():
+                silent_s = self._replays[shard].source.silent_s
+                if silent_s > self.shard_timeout_s:
+                    self._lose(shard, f"has said nothing for {silent_s:.1f} s")
+            return not any(not self._shares.is_away(shard) for shard in late)
 
         try:
-            self._link.wait(answered, "an answer")
-            if call.sequence not in self._answers:
-                raise PeerTimeout(
-                    link.waiting or f"{self.url} has said nothing for {link.silent_s:.1f} s"
-                )
-            answer = self._answers.pop(call.sequence)
+            self._wait(come, "a reply")
+        except PeerTimeout as error:
+            if not self._several:
+                raise
+            for shard in {shard for shard, one in asked if one.reply is None}:
+                self._lose(shard, f"does not answer ({error})")
         finally:
-            self._waiting.pop(call.sequence, None)
-        if isinstance(answer, Reply) and answer.error:
-            raise told(answer.error, answer.text)
-        if isinstance(answer, BatchMessage) != (call.what == Request.SAMPLE):
-            raise PeerError(
-                f"{self.url} answers {Request(call.what).name} with a {answer.kind.name}: it is "
-                "not a replay of this version"
+            for shard, one in asked:
+                self._replays[shard].forget(one)
+        for reply in (one.reply for _, one in asked):
+            if reply is not None and reply.error:
+                raise told(reply.error, reply.text)
+        return [one.reply for _, one in asked]
+
+    def _there(self) -> list[int]:
+        """The shards that have not lost their share, after a look at what has come."""
+        self._replays[0].link.check()
+        self._source.do_work()
+        return [s for s in range(len(self._replays)) if not self._shares.is_away(s)]
+
+    def _look(self, rows: int = 1) -> list[tuple[bool, int]]:
+        """Of each replay that answers: whether it would give `rows` at once, and what it holds."""
+        self._looked_s = time.monotonic()
+        asked = [(s, self._replays[s].ask(Request.CAN_SAMPLE, rows)) for s in self._there()]
+        found = []
+        for (shard, _), reply in zip(asked, self._replies(asked), strict=True):
+            if reply is not None:
+                self._learn(shard, reply, draws=bool(reply.a))
+                found.append((bool(reply.a), PRESENT.unpack(reply.body)[1]))
+        return found
+
+    def _learn(self, shard: int, reply: Reply, draws: bool = True) -> None:
+        """draws: whether the replay would answer a request at once."""
+        if isinstance(self._source, ShardedSampleSource):
+            total, count, smallest = PRESENT.unpack(reply.body)
+            self._source.learn(shard, total * draws, count, smallest)
+
+    def _lose(self, shard: int, why: str) -> None:
+        if isinstance(self._source, ShardedSampleSource):
+            self._source.lose(shard, why)
+
+    def _tell(self, text: str) -> None:
+        warnings.warn(text, stacklevel=2)
+
+    # Batches and priorities.
+
+    def _draw(self, batch: Batch, beta: float, method: Method, by_memory: bool) -> None:
+        rows = batch.layout.batch_size
+        if rows < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {rows}")
+        with self._lock:
+            self._replays[0].link.check()
+            if self._ahead != (rows, method):
+                self._source.forget_all()
+                self._ahead = rows, method
+            try:
+                draw = self._drawn(batch, rows, method)
+            except BaseException:  # an interrupt too
+                self._source.forget_all()
+                raise
+        draw.weigh(batch.weights, beta, by_memory=by_memory)
+
+    def _drawn(self, batch: Batch, rows: int, method: Method) -> Draw:
+        source, draws = self._source, list[Draw]()
+
+        def drawn() -> bool:
+            draw = source.poll_draw(batch)
+            if draw is not None:
+                draws.append(draw)
+            elif self._several and not self._shares.totals.any():
+                raise self._lack(rows)
+            return draw is not None
+
+        if self._several and not source.outstanding:
+            few = self._shares.counts.sum() < rows  # others may have added some
+            if few or time.monotonic() - self._looked_s > _FRESH_S:
+                self._look()
+            if self._shares.counts.sum() < rows:
+                raise self._lack(rows)
+        while source.outstanding <= self.prefetch:
+            source.request(rows, method)
+        self._wait(drawn, "a batch")
+        return draws[0]
+
+    def _lack(self, rows: int) -> PeerTimeout | NotEnoughData:
+        """Why several replays have no batch of so many rows together."""
+        away = [self.urls[shard] for shard in self._shares.away]
+        if len(away) == len(self.urls):
+            return PeerTimeout(f"none of the replays answers: {', '.join(away)}")
+        without = f" (without {', '.join(away)})" if away else ""
+        count = int(self._shares.counts.sum())
+        if count < rows:
+            return NotEnoughData(
+                f"the replays hold {count} transitions{without} and {rows} are needed to sample: "
+                "add more first"
             )
-        return answer
+        return NotEnoughData(
+            f"the replays{without} have nothing to draw now: all priorities are 0, or samples per "
+            "insert does not allow it"
+        )
 
-    def _take_answer(self, answer: Reply | BatchMessage) -> None:
-        if answer.sequence in self._waiting:  # else it is a repeat
-            self._answers[answer.sequence] = answer
+    def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:
+        magnitudes(priorities, len(keys))  # checked here, so that all parts are sent, or none
+        applied = stale = 0
+        with self._lock:
+            asked, there = [], self._there()
+            for shard, rows in by_shard(keys).items():
+                if shard not in there:
+                    stale += len(rows)
+                    continue
+                replay = self._replays[shard]
+                for some in np.split(rows, range(self._most_rows, len(rows), self._most_rows)):
+                    call = replay.ask(
+                        Request.UPDATE,
+                        len(some),
+                        epoch=replay.source.epoch,
+                        keys=without_shard(keys[some]),
+                        priorities=priorities[some],
+                    )
+                    asked.append((shard, call))
+            for (shard, one), reply in zip(asked, self._replies(asked), strict=True):
+                if reply is None:
+                    stale += one.call.rows
+                    continue
+                self._learn(shard, reply)
+                applied, stale = applied + reply.a, stale + reply.b
+        return applied, stale
 
-    def _call_again(self, welcome: Welcome, channel: int) -> None:
-        if welcome.fresh:
-            for sequence, call in self._waiting.items():
-                if sequence not in self._answers:
-                    self._link.link.send(SMALL, call)
+    # What goes in.
 
-    # For a batch of several replays (sharded.py): calls whose answers are taken later.
-
-    def ask(self, what: Request, rows: int = 0, option: int = 0, **more: Any) -> Call:
-        """Send a call; `answer` or `part` takes what comes. Raises the link's errors."""
-        with self._link.lock:
-            return self._send(what, rows, option, **more)
-
-    def answer(self, call: Call, silence_s: float) -> Reply:
-        """The answer to a call that asked for no batch.
-
-        Raises as other calls do, and PeerTimeout if nothing at all came for `silence_s`.
-        """
-        with self._link.lock:
-            return cast(Reply, self._await(call, silence_s))
-
-    def part(self, call: Call, batch: Batch, first: int, silence_s: float) -> Draw:
-        """Put the rows of a SAMPLE call into `batch`, from row `first` on. Raises as `answer`."""
-        with self._link.lock:
-            message: Any = self._await(call, silence_s)
-            return self._unpack(message, batch, first)
-
-    def has_come(self, call: Call) -> bool:
-        """Whether a call is answered; receives what has come."""
-        with self._link.lock:
-            self._link.link.do_work()
-            return call.sequence in self._answers
-
-    def forget(self, call: Call) -> None:
-        """Take no answer to a call."""
-        with self._link.lock:
-            self._forget(call)
-
-    def abandon_extending(self) -> None:
-        """Drop the rows of a failed `extend` that were not acknowledged."""
-        with self._extending_lock:
-            extending, self._extending = self._extending, None
-        if extending is not None:
-            extending[0].close()
-
-    # The names of PrioritizedReplay.
-
-    def writer_slots(
-        self, num_envs: int, elsewhere: Callable[[ProcessLock], UrlLink] | None = None
-    ) -> UrlSlots:
-        """Slots of a new writer. elsewhere: as UrlSlots takes it."""
-        return UrlSlots(self.open_writer(), self._layout, num_envs, elsewhere)
-
-    def open_writer(self, lock: ProcessLock | None = None) -> UrlLink:
-        """A link with one actor number."""
-        return self._open(1, lock)
-
-    def _writer_link(self, num_envs: int) -> UrlSlots:
-        return self.writer_slots(num_envs)
+    def _with_one(self, work: Callable[[int], Any]) -> Any:
+        """The result of `work` with the next shard, or with one after it if that is away."""
+        if not self._several:
+            return work(0)
+        first = next(self._turn)
+        order = [(first + i) % len(self._replays) for i in range(len(self._replays))]
+        for shard in sorted(order, key=self._shares.is_away):
+            try:
+                return work(shard)
+            except PeerTimeout as error:
+                with self._lock:
+                    self._lose(shard, f"does not answer ({error})")
+                last = error
+        raise PeerTimeout(f"none of the replays answers; the last: {last}") from None
 
     def _take(self, rows: Rows) -> NDArray[np.int64]:
-        with self._extending_lock:
-            if self._extending is None:
-                slots = self._writer_link(1)
-                self._extending = slots, Extender(slots)
-            slots, extender = self._extending
-            with slots.lock:
-                slots.sent.clear()
-                extender.extend(rows)
-                extender.close()
-                slots.settle()
-                sent = list(slots.sent)
-            return self._keys_of(slots.number, sent, len(rows.magnitudes))
+        keys = self._with_one(lambda shard: self._extended(shard, rows))
+        assert isinstance(keys, np.ndarray)
+        return keys
 
-    def _keys_of(self, actor: int, sent: list[int], rows: int) -> NDArray[np.int64]:
+    def _extended(self, shard: int, rows: Rows) -> NDArray[np.int64]:
+        with self._extending_lock:
+            if shard not in self._extending:
+                slots = self._slots(shard, 1)
+                self._extending[shard] = slots, Extender(slots)
+            slots, extender = self._extending[shard]
+            try:
+                with slots.lock:
+                    slots.sent.clear()
+                    extender.extend(rows)
+                    extender.close()
+                    slots.settle()
+                    sent = list(slots.sent)
+                return with_shard(self._keys_of(shard, slots.number, sent, len(rows.reward)), shard)
+            except PeerTimeout:
+                if self._several:  # another replay gets these rows
+                    del self._extending[shard]
+                    slots.close()
+                raise
+
+    def _keys_of(self, shard: int, actor: int, sent: list[int], rows: int) -> NDArray[np.int64]:
         """Keys of the rows in these chunks, in order; -1 for a row whose chunk is evicted."""
-        found = []
-        for sequence in sent:
-            reply: Reply = self._call(Request.KEYS, actor, sequence, incarnation=1)
-            found.append(np.frombuffer(reply.body, "<i8"))
-        keys = np.concatenate([np.empty(0, np.int64), *found])
+        with self._lock:
+            replay, found = self._replays[shard], [np.empty(0, np.int64)]
+            asked = [(shard, replay.ask(Request.KEYS, actor, sequence)) for sequence in sent]
+            for reply in self._replies(asked):
+                if reply is None:
+                    raise PeerTimeout(f"{replay.url} does not answer")
+                found.append(np.frombuffer(reply.body, "<i8"))
+            replay.source.epoch = replay.link.welcome.epoch
+            self._looked_s = -math.inf
+        keys = np.concatenate(found)
         # The first chunks are evicted first.
         return np.concatenate([np.full(rows - len(keys), NO_KEY, np.int64), keys])
 
     def _holds(self, key: int) -> bool:
         return key != NO_KEY
 
-    def _draw(self, batch: Batch, beta: float, method: Method, by_memory: bool) -> None:
-        batch_size, option = batch.layout.batch_size, METHODS.index(method)
-        with self._link.lock:
-            while self._ahead and (self._ahead[0].rows, self._ahead[0].option) != (
-                batch_size,
-                option,
-            ):
-                self._forget(self._ahead.popleft())
-            if not self._ahead:
-                self._ahead.append(self._send(Request.SAMPLE, batch_size, option))
-            call = self._ahead.popleft()
-            while len(self._ahead) < self.prefetch:
-                self._ahead.append(self._send(Request.SAMPLE, batch_size, option))
-            try:
-                message: Any = self._await(call)
-            except BaseException:
-                while self._ahead:
-                    self._forget(self._ahead.popleft())
-                raise
-            draw = self._unpack(message, batch)
-        draw.weigh(batch.weights, beta, by_memory=by_memory)
+    def _writer_link(self, num_envs: int) -> UrlSlots:
+        slots = self._with_one(lambda shard: self._slots(shard, num_envs))
+        assert isinstance(slots, UrlSlots)
+        return slots
 
-    def _unpack(self, message: BatchMessage, batch: Batch, first: int = 0) -> Draw:
-        layout = batch.layout
-        if layout not in self._unpackers:
-            self._unpackers[layout] = BatchUnpacker(layout, self._form.layout)
-        return self._unpackers[layout].unpack(message, batch, first)
+    def _slots(self, shard: int, streams: int) -> UrlSlots:
+        replay = self._replays[shard]
+        link = replay.open(self.timeout_s, 1)
+        return UrlSlots(link, replay.layout, streams, self._elsewhere if self._several else None)
 
-    def _forget(self, call: Call) -> None:
-        self._waiting.pop(call.sequence, None)
-        self._answers.pop(call.sequence, None)
+    def _elsewhere(self, lock: ProcessLock) -> UrlLink:
+        """A writer's link to the next shard, in place of one that did not answer."""
+        link = self._with_one(lambda shard: self._replays[shard].open(self.timeout_s, 1, lock))
+        assert isinstance(link, UrlLink)
+        return link
 
-    def _ask(self, what: Request, rows: int = 0) -> Answer:
-        reply: Reply = self._call(what, rows)
-        return Answer(reply.a, reply.b, reply.text)
+    # Facts.
 
-    def _send_update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> Answer:
-        reply: Reply = self._call(Request.UPDATE, len(keys), keys=keys, priorities=priorities)
-        return Answer(reply.a, reply.b)
+    def can_sample(self, batch_size: int) -> bool:
+        """Whether `sample(batch_size)` would return at once."""
+        if batch_size < 1:
+            return False
+        with self._lock:
+            found = self._look(1 if self._several else min(batch_size, self._most_rows))
+        enough = sum(count for _, count in found) >= batch_size
+        return enough and any(allowed for allowed, _ in found)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(count for _, count in self._look())
+
+    def stats(self) -> dict[str, float]:
+        """Counters of all replays that answer, added up; see PrioritizedReplay.stats."""
+        found: Counter[str] = Counter()
+        largest: dict[str, float] = {}
+        with self._lock:
+            asked = [(s, self._replays[s].ask(Request.STATS)) for s in self._there()]
+            for reply in self._replies(asked):
+                of_one = json.loads(reply.text) if reply is not None else {}
+                for name in _LARGEST & of_one.keys():
+                    largest[name] = max(largest.get(name, 0), of_one.pop(name))
+                found.update(of_one)
+        if self._several:
+            shares = self._shares
+            counts = {"away": len(shares.away), "lost": shares.lost, "back": shares.back}
+            largest |= {f"shards_{name}": count for name, count in counts.items()}
+        return {**found, **largest}
 
     def close(self) -> None:
         """Disconnect. Added transitions stay. Writers work until they are closed."""
-        self._link.close()
-        if self._extending is not None:
-            self._extending[0].close()
+        for replay in self._replays:
+            replay.link.close()
+        for slots, _ in self._extending.values():
+            slots.close()
+
+
+def _check(urls: Sequence[str], prefetch: int, shard_timeout_s: float) -> None:
+    if not 0 <= prefetch <= 16:
+        raise ConfigError(f"prefetch must be 0 to 16 batches, got {prefetch}")
+    if not 1 <= len(urls) <= MOST_SHARDS:
+        raise ConfigError(f"connect takes 1 to {MOST_SHARDS} URLs, got {len(urls)}")
+    twice = [url for url, count in Counter(urls).items() if count > 1]
+    if twice:
+        raise ConfigError(f"each replay is named once, got {twice[0]} twice")
+    if not _LEAST_TIMEOUT_S <= shard_timeout_s <= MOST_TIMEOUT_S:
+        raise ConfigError(
+            f"shard_timeout_s must be at least {_LEAST_TIMEOUT_S:g}, as a replay says something "
+            f"once a second, and at most {MOST_TIMEOUT_S:g}, got {shard_timeout_s}"
+        )

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zapex.chunks.arguments import MOST_TIMEOUT_S
-from zapex.chunks.layout import ACTOR, COMMIT_SEQUENCE, INCARNATION, LIVE, SEQUENCE, STATE
+from zapex.chunks.keys import NO_KEY
+from zapex.chunks.layout import ACTOR, COMMIT_SEQUENCE, LIVE, SEQUENCE, STATE
 from zapex.chunks.schema import Schema
 from zapex.config.fields import SettingsGroup, setting
 from zapex.errors import ConfigError, NotEnoughData, ZapexError, tell
@@ -25,159 +25,23 @@ from zapex.fstack import Setup
 from zapex.host.roster import Roster
 from zapex.library.connect import schema_text
 from zapex.library.prioritized import OwnedReplay
+from zapex.library.url_client import CONFIG, form_of
 from zapex.machine.child import Stop, child_setup, end_by_sigterm, run_until_stopped
 from zapex.machine.memory import align
 from zapex.machine.segment import Populator, Segment
 from zapex.machine.supervisor import GaveUp, ProcessSpec, Supervisor
 from zapex.net.addresses import check_free
 from zapex.net.keys import Security
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqSampleSink
 from zapex.net.server import End, LinkServer
 from zapex.net.sessions import Session
+from zapex.net.sockets import listen
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import METHODS
-from zapex.replay.limiter import RateLimiter
-from zapex.wire.batches import BatchPacker, packed_bytes
-from zapex.wire.compression import check_compresses
-from zapex.wire.messages import BULK, PRESENT, SMALL, Call, Reply, Request
+from zapex.replay.limiter import LimiterConfig
+from zapex.roles.intake import Intake
+from zapex.wire.messages import MAX_TEXT_BYTES, PRESENT, SMALL, Call, Reply, Request
 from zapex.wire.protocol import Kind, as_buffer
-
-if TYPE_CHECKING:
-    from zapex.roles.intake import Intake
-
-_MOST_CALLS = 64  # calls of one client that may wait
-
-
-class CallHandler(End):
-    """Answers calls. Call `answer()` after the intake, so that answers include new chunks.
-
-    A client's calls are answered in order. A batch waits, at most timeout_s, while the limiter does
-    not allow it or its client has not received the earlier batches. If an answer cannot be sent
-    now, the client sends its call again.
-    """
-
-    def __init__(
-        self,
-        server: LinkServer,
-        replay: OwnedReplay,
-        *,
-        timeout_s: float,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._server, self._replay = server, replay
-        self._timeout_s, self._clock_s = timeout_s, clock_s
-        self._packer = BatchPacker(replay.store)
-        self._calls: list[tuple[Session, Call, float]] = []
-        self.dropped = 0  # calls that got no answer because none could be sent
-        self.handlers = {Kind.CALL: self._take}
-
-    @property
-    def waiting(self) -> int:
-        """Calls without an answer yet."""
-        return len(self._calls)
-
-    def _take(self, session: Session, call: Call) -> None:
-        if call.compressed:
-            check_compresses()
-        mine = [waiting.sequence for s, waiting, _ in self._calls if s is session]
-        # A repeat: the client sends a call again if it waits too long for the answer.
-        if call.sequence not in mine and len(mine) < _MOST_CALLS:
-            self._calls.append((session, call, self._clock_s()))
-
-    def answer(self, limiter: RateLimiter) -> int:
-        """Answer all calls that can be answered now. Returns how many."""
-        calls, self._calls = self._calls, []
-        for session, call, since_s in calls:
-            if call.what == Request.SAMPLE and not self._may_sample(limiter, session, call.rows):
-                if self._clock_s() - since_s < self._timeout_s:
-                    self._calls.append((session, call, since_s))
-                else:
-                    self._give_up(limiter, session, call)
-                continue
-            try:
-                self._answer(limiter, session, call)
-            except ZapexError as error:
-                self._fail(session, call, error)
-        return len(calls) - len(self._calls)
-
-    def _may_sample(self, limiter: RateLimiter, session: Session, rows: int) -> bool:
-        return bool(self._server.room(session, BULK)) and _is_allowed(limiter, rows)
-
-    def _give_up(self, limiter: RateLimiter, session: Session, call: Call) -> None:
-        if self._server.room(session, BULK):
-            text = f"after {self._timeout_s:g} s: {limiter.explain()}"
-            self._fail(session, call, NotEnoughData(text))
-        else:
-            self.dropped += 1
-
-    def _fail(self, session: Session, call: Call, error: ZapexError) -> None:
-        words = str(error).encode(errors="replace")[:4096]
-        reply = Reply(call.sequence, tell(error), body=as_buffer(words))
-        self._server.send(session, SMALL, reply)
-
-    def _answer(self, limiter: RateLimiter, session: Session, call: Call) -> None:
-        replay = self._replay
-        if call.what == Request.SAMPLE:
-            self._sample(limiter, session, call)
-            return
-        a = b = 0
-        body = b""
-        if call.what == Request.UPDATE:
-            # Copies: received arrays are read-only, and kernels are compiled for writable ones.
-            a, b = replay.reprioritise(call.keys.copy(), call.priorities.copy())
-            body = self._present()
-        elif call.what == Request.CAN_SAMPLE:
-            a = int(replay.can_sample(call.rows) and _is_allowed(limiter, call.rows))
-            body = self._present()
-        elif call.what == Request.STATS:
-            a, body = len(replay), json.dumps(replay.stats()).encode()
-        elif call.what == Request.KEYS:
-            body = self._keys(call.rows, call.incarnation, call.option).astype("<i8").tobytes()
-        self._server.send(session, SMALL, Reply(call.sequence, 0, a, b, as_buffer(body)))
-
-    def _present(self) -> bytes:
-        """What a client of several replays shares out by."""
-        tree = self._replay.tree
-        return PRESENT.pack(tree.total, len(self._replay), tree.min_positive)
-
-    def _sample(self, limiter: RateLimiter, session: Session, call: Call) -> None:
-        replay, rows = self._replay, call.rows
-        part, method = divmod(call.option, len(METHODS))
-        # Of a part, the client knows whether all replays together hold enough.
-        replay.demand(max(1 if part else rows, replay.min_size_to_sample))
-        draw = replay.draw(rows, METHODS[method])
-        buffer = np.empty(packed_bytes(replay.layout.schema, rows), np.uint8)
-        message = self._packer.pack(
-            draw, epoch=self._server.roster.epoch, sequence=call.sequence, memory=buffer
-        )
-        if self._server.send(session, BULK, message, call.compressed) is None:
-            self.dropped += 1
-            return
-        replay.sampled += rows
-        if limiter.open:
-            limiter.sample(rows)
-
-    def _keys(self, actor: int, incarnation: int, sequence: int) -> NDArray[np.int64]:
-        """The keys of a chunk's transitions while it is in the memory; after that none."""
-        store = self._replay.store
-        rows = store.header_rows
-        there = (
-            (rows[:, STATE] == LIVE)
-            & (rows[:, ACTOR] == actor)
-            & (rows[:, INCARNATION] == incarnation)
-            & (rows[:, SEQUENCE] == sequence)
-        )
-        slots = np.flatnonzero(there)
-        if not len(slots):
-            return np.empty(0, np.int64)
-        # A client that has gone had the same number: the newest chunk is the one asked for.
-        newest = slots[rows[slots, COMMIT_SEQUENCE].argmax()]
-        return store.keys_of(store.indices(int(newest)), self._replay.shard)
-
-
-def _is_allowed(limiter: RateLimiter, rows: int) -> bool:
-    # Below the minimum size the replay itself raises at once.
-    return not limiter.open or limiter.can_sample(rows)
-
 
 _TICK_S = 0.2
 _GRACE_S = 3.0
@@ -316,55 +180,152 @@ def _pass_on(log: Path, said: int) -> int:
         return file.tell()
 
 
-@dataclass(frozen=True)
-class Cycle:
-    """The duty cycle of the process that serves."""
+class _Calls(End):
+    """Calls that have come, until they are answered."""
 
-    server: LinkServer
-    intake: "Intake"
-    handler: CallHandler
-    replay: OwnedReplay
+    def __init__(self) -> None:
+        self.come: list[tuple[Session, Call]] = []
+        self.handlers = {Kind.CALL: lambda session, call: self.come.append((session, call))}
+
+
+class LibraryServer:
+    """The duty cycle of the process that serves: takes in chunks, answers requests and calls.
+
+    A batch waits, at most timeout_s, while the limiter does not allow it. Calls are answered after
+    the intake, so that the answers include new chunks. All answers are copies: evicted slots are
+    free at once.
+
+    Args:
+        server: closed with this one.
+        replay: is served.
+        limits: of samples per insert.
+        credit: chunks that a writer may have under way.
+        timeout_s: as above, in seconds.
+        clock_s: monotonic, in seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        server: LinkServer,
+        replay: OwnedReplay,
+        limits: LimiterConfig,
+        *,
+        credit: int,
+        timeout_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.server, self._replay = server, replay
+        self._timeout_s, self._clock_s = timeout_s, clock_s
+        self._sink, self._calls = ZmqSampleSink(server, replay.store, clock_s), _Calls()
+        source = ZmqExperienceSource(server, replay.store, [self._sink, self._calls])
+        self._intake = Intake(source, replay, limits, streams_per_actor=credit)
+        self._limiter = self._intake.limiter
 
     def do_work(self) -> int:
-        """Take in chunks, answer calls. Answers are copies, so evicted slots are free at once."""
-        work = self.intake.do_work(0, 0) + self.handler.answer(self.intake.limiter)
-        self.replay.inserted = self.intake.inserted
-        return work
+        """Take in chunks, answer calls and requests. Returns how much it was."""
+        work = self._intake.do_work(0, 0)
+        calls, self._calls.come = self._calls.come, []
+        for session, call in calls:
+            self.server.send(session, SMALL, self._reply(call))
+        return work + len(calls) + sum(self._sample() for _ in range(self._sink.requests()))
 
     def ready(self) -> bool:
         """Whether a message has come."""
         return self.server.listener.ready()
 
     def wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait for `ready`; only shortly while a call waits for its batch."""
-        return self.server.wait(ready, 0.001 if self.handler.waiting else _TICK_S)
+        """Wait for `ready`; only shortly while a request waits for its batch."""
+        return self.server.wait(ready, 0.001 if self._sink.waits else _TICK_S)
 
     def close(self) -> None:
         """Stop serving."""
         self.server.close()
+
+    def _allows(self, rows: int) -> bool:
+        # Below the minimum size the replay itself raises at once.
+        return not self._limiter.open or self._limiter.can_sample(rows)
+
+    def _sample(self) -> bool:
+        """Answer the oldest request, unless it must wait."""
+        asked = self._sink.oldest()
+        if asked is None:
+            return False
+        replay, rows = self._replay, asked.rows
+        try:
+            if not self._allows(rows):
+                if self._clock_s() - asked.came_s < self._timeout_s:
+                    return False
+                raise NotEnoughData(f"after {self._timeout_s:g} s: {self._limiter.explain()}")
+            # Of a part, the client knows whether all replays together hold enough.
+            replay.demand(max(1 if asked.part else rows, replay.min_size_to_sample))
+            draw = replay.draw(rows, METHODS[asked.method])
+        except ZapexError as error:
+            self._sink.refuse(error)
+            return True
+        self._sink.answer(draw)
+        replay.sampled += rows
+        if self._limiter.open:
+            self._limiter.sample(rows)
+        return True
+
+    def _reply(self, call: Call) -> Reply:
+        try:
+            a, b, body = self._answer(call)
+        except ZapexError as error:
+            words = str(error).encode(errors="replace")[:MAX_TEXT_BYTES]
+            return Reply(call.sequence, tell(error), body=as_buffer(words))
+        return Reply(call.sequence, 0, a, b, as_buffer(body))
+
+    def _answer(self, call: Call) -> tuple[int, int, bytes]:
+        """Two counts and the body."""
+        replay = self._replay
+        if call.what == Request.STATS:
+            return len(replay), 0, json.dumps(replay.stats()).encode()
+        if call.what == Request.KEYS:
+            return 0, 0, self._keys(call.rows, call.option).astype("<i8").tobytes()
+        a, b = 0, 0
+        if call.what == Request.CAN_SAMPLE:
+            a = int(replay.can_sample(call.rows) and self._allows(call.rows))
+        elif call.epoch == self.server.roster.epoch:
+            # Copies: received arrays are read-only, and kernels are compiled for writable ones.
+            a, b = replay.reprioritise(call.keys.copy(), call.priorities.copy())
+        else:  # keys of a former memory
+            b = int((call.keys != NO_KEY).sum())
+        tree = replay.tree
+        return a, b, PRESENT.pack(tree.total, len(replay), tree.min_positive)
+
+    def _keys(self, actor: int, sequence: int) -> NDArray[np.int64]:
+        """The keys of a chunk's transitions while it is in the memory; after that none."""
+        store = self._replay.store
+        rows = store.header_rows
+        there = (
+            (rows[:, STATE] == LIVE) & (rows[:, ACTOR] == actor) & (rows[:, SEQUENCE] == sequence)
+        )
+        slots = np.flatnonzero(there)
+        if not len(slots):
+            return np.empty(0, np.int64)
+        # A client that has gone had the same number: the newest chunk is the one asked for.
+        newest = slots[rows[slots, COMMIT_SEQUENCE].argmax()]
+        return store.keys_of(store.indices(int(newest)), self._replay.shard)
 
 
 def main(text: str, fd: str) -> None:
     """The process that serves, until SIGTERM."""
     incarnation = child_setup("replay")
     config = LibraryConfig(**json.loads(text))
-    cycle = make_cycle(config, Segment.attach(int(fd), config.nbytes).buffer, incarnation)
+    library = make_server(config, Segment.attach(int(fd), config.nbytes).buffer, incarnation)
     stop = Stop()
-    print(f"serving a replay of {config.capacity:,} transitions at {cycle.server.url}", flush=True)
-    run_until_stopped(cycle, cycle.wait, stop)
-    cycle.close()
+    url = library.server.url
+    print(f"serving a replay of {config.capacity:,} transitions at {url}", flush=True)
+    run_until_stopped(library, library.wait, stop)
+    library.close()
     end_by_sigterm()
 
 
-def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: int) -> Cycle:
-    """The parts of a process that serves. memory: `config.nbytes`, with what it held before."""
-    from zapex.library.url_client import CONFIG, form_of
-    from zapex.net.replay_ends import ZmqExperienceSource
-    from zapex.net.server import LinkServer
-    from zapex.net.sockets import listen
-    from zapex.replay.limiter import LimiterConfig
-    from zapex.roles.intake import Intake
-
+def make_server(
+    config: LibraryConfig, memory: NDArray[np.uint8], incarnation: int
+) -> LibraryServer:
+    """The duty cycle of a process that serves. memory: `config.nbytes`, with what it held."""
     layout = config.layout
     replay = OwnedReplay(
         layout,
@@ -394,10 +355,7 @@ def make_cycle(config: LibraryConfig, memory: NDArray[np.uint8], incarnation: in
     server = LinkServer(
         listener, form, CONFIG, roster, incarnation=incarnation, params_version=lambda: 0
     )
-    handler = CallHandler(server, replay, timeout_s=config.timeout_s)
-    source = ZmqExperienceSource(server, replay.store, [handler])
-    intake = Intake(source, replay, limits, streams_per_actor=CREDIT)
-    return Cycle(server, intake, handler, replay)
+    return LibraryServer(server, replay, limits, credit=CREDIT, timeout_s=config.timeout_s)
 
 
 if __name__ == "__main__":

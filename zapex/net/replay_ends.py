@@ -1,7 +1,9 @@
 """The replay's ends of its links: chunks in, batches and parameters out."""
 
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -21,7 +23,7 @@ from zapex.chunks.layout import (
     STREAM,
 )
 from zapex.chunks.store import ChunkStore, set_state_kernel
-from zapex.errors import BadMessage
+from zapex.errors import BadMessage, ZapexError, tell
 from zapex.host.roster import NO_HOST
 from zapex.machine.mailbox import Mailbox
 from zapex.net.server import End, LinkServer
@@ -305,13 +307,18 @@ class ZmqSampleSink(End):
     """Requests from learners and priorities back; batches are packed here, next to the data.
 
     No slot is read after `answer` returns, so evicted slots are free at once. A learner that does
-    not receive its batches gets no more batches until it does.
+    not receive its batches gets no more batches until it does. So does a library's client.
     """
 
-    def __init__(self, server: LinkServer, store: ChunkStore) -> None:
+    def __init__(
+        self,
+        server: LinkServer,
+        store: ChunkStore,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         form = server.form
         check_batch_size(form.batch_size, form.schema.stack)
-        self._server, self._packer = server, BatchPacker(store)
+        self._server, self._packer, self._clock_s = server, BatchPacker(store), clock_s
         self._buffers: list[tuple[NDArray[np.uint8], Any]] = []  # buffers that libzmq holds
         self._free: list[NDArray[np.uint8]] = []
         self._updates: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
@@ -330,17 +337,30 @@ class ZmqSampleSink(End):
 
     def requests(self) -> int:
         """How many batches are requested by learners that can receive one now."""
-        learners, room = self._server.sessions.of_roles("learner"), self._server.room
-        return sum(min(len(s.requests), room(s, BULK)) for s in learners)
+        return sum(min(len(s.requests), self._server.room(s, BULK)) for s in self._asking())
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request waits, for a client that can receive a batch now or not."""
+        return any(self._asking())
+
+    def _asking(self) -> list[Session]:
+        sessions = self._server.sessions.of_roles("learner", "client")
+        return [session for session in sessions if session.requests]
 
     def rows(self) -> int:
         """The rows of the oldest request of a learner that can receive a batch now."""
+        oldest = self.oldest()
+        return oldest.rows if oldest else self._server.form.batch_size
+
+    def oldest(self) -> messages.Sample | None:
+        """The oldest request of those clients that can receive a batch now."""
         session = self._next()
-        return session.oldest.rows if session else self._server.form.batch_size
+        return session.oldest if session else None
 
     def _next(self) -> Session | None:
-        learners, room = self._server.sessions.of_roles("learner"), self._server.room
-        return next((s for s in learners if s.requests and room(s, BULK)), None)
+        there = (s for s in self._asking() if self._server.room(s, BULK))
+        return min(there, key=lambda session: session.oldest.came_s, default=None)
 
     def answer(self, draw: Draw) -> None:
         """Answer the oldest request; it stays if the batch cannot be sent.
@@ -361,6 +381,14 @@ class ZmqSampleSink(End):
                 self.counts["dropped"] += 1
                 return
         self.counts["batches"] += 1
+
+    def refuse(self, error: ZapexError) -> None:
+        """Answer the oldest request with an error."""
+        session = self._next()
+        if session is not None:
+            request = session.requests.pop(session.oldest.sequence)
+            answer = messages.NoBatch(request.sequence, tell(error), str(error))
+            self._server.send(session, SMALL, answer)
 
     def _send(
         self,
@@ -412,7 +440,7 @@ class ZmqSampleSink(End):
             return
         if sample.compressed:
             check_compresses()
-        session.requests[sample.sequence] = sample
+        session.requests.setdefault(sample.sequence, replace(sample, came_s=self._clock_s()))
 
     def _update(self, session: Session, update: messages.Update) -> None:
         if update.sequence >= session.next_update:

@@ -1,4 +1,4 @@
-"""tcp:// and ipc://: a learner's batches over its link to the replay.
+"""tcp:// and ipc://: batches of a learner or a library's client over its link to the replay.
 
 No request or update is lost when a connection breaks or the replay's process dies. A request is
 kept until its answer has come. An update is kept until it is acknowledged. Both are sent again when
@@ -12,6 +12,7 @@ its way and a third is unpacked.
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,16 @@ from numpy.typing import NDArray
 
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import BatchLayout
-from zapex.errors import BadMessage
+from zapex.chunks.schema import Schema
+from zapex.errors import BadMessage, ZapexError, told
 from zapex.net.link import ZmqLink
-from zapex.replay.draw import Draw
+from zapex.replay.draw import METHODS, Draw
+from zapex.sumtree_numba import Method
 from zapex.transport import Sampled
 from zapex.wire import messages
 from zapex.wire.batches import BatchUnpacker, check_batch_size, packed_bytes
 from zapex.wire.experience import BatchMessage
-from zapex.wire.messages import MOST_PIECES, SMALL, Sample, Update, UpdateAck, Welcome
+from zapex.wire.messages import MOST_PIECES, SMALL, NoBatch, Sample, Update, UpdateAck, Welcome
 from zapex.wire.protocol import Form, Kind
 
 _UPDATES = 16  # updates that may be in flight
@@ -37,18 +40,22 @@ _Decoded = BatchMessage | BadMessage
 """A message, or what is wrong with it."""
 
 
-def _piece_rows(form: Form) -> int:
+@lru_cache(maxsize=256)
+def _piece_rows(schema: Schema, rows: int) -> int:
     """Rows in one piece of a batch; 0: it comes in one."""
-    pieces = min(packed_bytes(form.schema, form.batch_size) // _PIECE_BYTES, MOST_PIECES)
-    return -(-form.batch_size // pieces) if pieces > 1 else 0
+    pieces = min(packed_bytes(schema, rows) // _PIECE_BYTES, MOST_PIECES)
+    return -(-rows // pieces) if pieces > 1 else 0
 
 
 @dataclass(eq=False)
 class _Request:
-    """A request. come: pieces of its answer, in order. draws: of those unpacked into `batch`."""
+    """A request. come: pieces of its answer, in order. draws: of those unpacked into `batch`.
 
-    rows: int
-    piece_rows: int
+    refused: why the replay cannot answer it.
+    """
+
+    sample: Sample
+    refused: ZapexError | None = None
     come: list[BatchMessage] = field(default_factory=list)
     batch: Batch | None = None
     draws: list[Draw] = field(default_factory=list)
@@ -59,12 +66,16 @@ class _Request:
 
     @property
     def is_whole(self) -> bool:
-        return self._rows_come == self.rows
+        return self._rows_come == self.sample.rows
+
+    @property
+    def is_answered(self) -> bool:
+        return self.is_whole or self.refused is not None
 
     @property
     def has_news(self) -> bool:
         """Whether `poll` can do something."""
-        return self.is_whole or len(self.draws) < len(self.come)
+        return self.is_answered or len(self.draws) < len(self.come)
 
     def restart(self) -> None:
         """Expect the first piece."""
@@ -74,9 +85,9 @@ class _Request:
         """Whether it is the next piece, or the first one of another answer to this request."""
         if piece.first == 0 and not self.is_whole:
             self.restart()
-        rest = self.rows - self._rows_come
+        rest = self.sample.rows - self._rows_come
         fits = piece.first == self._rows_come and piece.rows <= rest
-        fits = fits and piece.rows in (rest, self.piece_rows)
+        fits = fits and piece.rows in (rest, self.sample.piece_rows)
         if fits:
             self.come.append(piece)
         return fits
@@ -90,19 +101,20 @@ class _Request:
 
 
 class ZmqSampleSource:
-    """A learner's batches, packed by the replay; several requests in flight.
+    """Batches that the replay draws and packs; several requests in flight.
 
     If `poll` gets the memory of the `following` batch, a thread decodes the next answer and unpacks
     it there while the learner trains. Until `_finish_job` has waited for it, the thread alone
     touches that request and the messages that have come.
 
     Args:
-        link: a learner's.
+        link: a learner's, or a library client's.
         beta: of the weights.
         piece_rows: rows of one piece of a batch; 0: it comes in one; None: as its size needs.
 
     Attributes:
-        memory: the number of the replay's memory, from its last welcome; 0: none yet.
+        epoch: of the memory that the last batch is of.
+        memory: the epoch of the replay's memory, from its last welcome; 0: none yet.
         counts: answers that came twice, and updates of rows that were gone.
     """
 
@@ -111,19 +123,19 @@ class ZmqSampleSource:
         assert form is not None
         check_batch_size(form.batch_size, form.schema.stack)
         self._link, self._form, self._beta = link, form, beta
-        self._piece_rows = _piece_rows(form) if piece_rows is None else piece_rows
+        self._piece_rows = piece_rows
         self._unpackers: dict[BatchLayout, BatchUnpacker] = {}
         self._pending: dict[int, _Request] = {}
         self._unsent: set[int] = set()
         self._next_request = self._next_update = 0
         self._updates: deque[tuple[Update, bool]] = deque()
-        self._epoch = self.memory = 0
+        self.epoch = self.memory = 0
         self._come: deque[list[Any]] = deque()  # messages that are not decoded yet
         self._thread: ThreadPoolExecutor | None = None
         self._job: Future[list[_Decoded]] | None = None
         self.counts = dict.fromkeys(("doubled", "foreign"), 0)
         link.register(
-            {Kind.UPDATE_ACK: self._update_ack},
+            {Kind.UPDATE_ACK: self._update_ack, Kind.NO_BATCH: self._refused},
             raw={Kind.BATCH: self._come.append},
             on_welcome=self._welcome,
             on_lost=self._ask_again,
@@ -163,31 +175,51 @@ class ZmqSampleSource:
         """Receive, and say hello if it is due."""
         self._link.do_work()
 
-    def request(self, rows: int = 0) -> int:
-        """Ask for one more batch, or, for `take`, `rows` of one. Returns the request's number."""
-        sequence = self._next_request
+    def request(self, rows: int = 0, method: Method = "stratified", *, part: bool = False) -> int:
+        """Ask for one more batch. Returns the request's number.
+
+        rows: 0: the run's batch size. method: a run's replay draws by its own. part: only some
+        rows of a batch of several replays, for `take`.
+        """
+        sequence, rows = self._next_request, rows or self._form.batch_size
         self._next_request += 1
-        self._pending[sequence] = (
-            _Request(rows, 0) if rows else _Request(self._form.batch_size, self._piece_rows)
-        )
+        piece_rows = self._piece_rows
+        if part:
+            piece_rows = 0
+        elif piece_rows is None:
+            piece_rows = _piece_rows(self._form.schema, rows)
+        compressed, number = self._link.compressed, METHODS.index(method)
+        sample = Sample(sequence, rows, compressed, piece_rows, number, part)
+        self._pending[sequence] = _Request(sample)
         self._ask(sequence)
         return sequence
 
     def take(self, sequence: int) -> BatchMessage | None:
-        """The answer to a request for some rows, in place of `poll`; None if it has not come."""
+        """The answer to a request for a part, in place of `poll`; None if it has not come.
+
+        Raises the error that the replay of a library answers.
+        """
         self._decode_all()
         request = self._pending.get(sequence)
-        if request is None or not request.come:
+        if request is None or not request.has_news:
             return None
-        (message,) = request.come
         self.forget(sequence)
-        self._epoch = message.epoch
+        if request.refused is not None:
+            raise request.refused
+        (message,) = request.come
+        self.epoch = message.epoch
         return message
 
     def forget(self, sequence: int) -> None:
         """Expect no answer to a request any more."""
         del self._pending[sequence]
         self._unsent.discard(sequence)
+
+    def forget_all(self) -> None:
+        """Expect no answer any more."""
+        self._finish_job()
+        self._pending.clear()
+        self._unsent.clear()
 
     def ready(self) -> bool:
         """Whether a batch, or a piece of one, has come that `poll` can unpack."""
@@ -200,7 +232,7 @@ class ZmqSampleSource:
     def _current(self) -> tuple[int, _Request] | None:
         """The request that is being unpacked, or else the oldest of whose answer something came."""
         begun = (one for one in self._pending.items() if one[1].draws)
-        come = (one for one in self._pending.items() if one[1].come)
+        come = (one for one in self._pending.items() if one[1].has_news)
         return next(begun, None) or next(come, None)
 
     def _has_news(self) -> bool:
@@ -209,18 +241,31 @@ class ZmqSampleSource:
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Unpack into `batch` what has come of the oldest; None until all is there."""
+        draw = self.poll_draw(batch)
+        if draw is None:
+            return None
+        draw.weigh(batch.weights, self._beta)
+        if following is not None:
+            self._begin_job(following)
+        return Sampled(torn=0, live=draw.count)
+
+    def poll_draw(self, batch: Batch) -> Draw | None:
+        """As `poll`, without the weights: they are of this draw.
+
+        Raises the error that the replay of a library answers.
+        """
         while self.ready():
             current = self._current()
             assert current is not None
             sequence, request = current
+            if request.refused is not None:
+                self.forget(sequence)
+                raise request.refused
             request.unpack(self._unpacker(batch.layout), batch)
             if request.is_whole:
-                Draw.whole(request.draws).weigh(batch.weights, self._beta)
-                self._epoch = request.come[0].epoch
+                self.epoch = request.come[0].epoch
                 self.forget(sequence)
-                if following is not None:
-                    self._begin_job(following)
-                return Sampled(torn=0, live=request.come[0].live)
+                return Draw.whole(request.draws)
         return None
 
     def _unpacker(self, layout: BatchLayout) -> BatchUnpacker:
@@ -291,7 +336,7 @@ class ZmqSampleSource:
         self._link.do_work()
         if self.is_full:
             return False
-        update = Update(self._epoch, self._next_update, keys.copy(), priorities.copy())
+        update = Update(self.epoch, self._next_update, keys.copy(), priorities.copy())
         self._next_update += 1
         self._updates.append((update, self._link.send(SMALL, update) is not None))
         return True
@@ -299,8 +344,7 @@ class ZmqSampleSource:
     def _ask(self, sequence: int) -> None:
         request = self._pending[sequence]
         request.restart()
-        sample = Sample(sequence, request.rows, self._link.compressed, request.piece_rows)
-        if self._link.send(SMALL, sample) is None:
+        if self._link.send(SMALL, request.sample) is None:
             self._unsent.add(sequence)
         else:
             self._unsent.discard(sequence)
@@ -309,8 +353,14 @@ class ZmqSampleSource:
         """An invalid answer may have been a batch, so requests are sent again."""
         self._finish_job()
         for sequence, request in self._pending.items():
-            if not request.is_whole:
+            if not request.is_answered:
                 self._ask(sequence)
+
+    def _refused(self, answer: NoBatch) -> None:
+        self._finish_job()
+        request = self._pending.get(answer.sequence)
+        if request is not None:
+            request.refused = told(answer.error, answer.text)
 
     def _update_ack(self, ack: UpdateAck) -> None:
         self.counts["foreign"] = ack.value
@@ -322,7 +372,7 @@ class ZmqSampleSource:
         if welcome.fresh or self._unsent:
             self._finish_job()
             for sequence, request in self._pending.items():
-                if not request.is_whole and (welcome.fresh or sequence in self._unsent):
+                if not request.is_answered and (welcome.fresh or sequence in self._unsent):
                     self._ask(sequence)
         # Updates that could not be sent, or were sent over a connection that is closed.
         for i, (update, sent) in enumerate(self._updates):

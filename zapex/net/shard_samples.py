@@ -1,4 +1,4 @@
-"""A learner's batches from several replays: each part from its shard, by the shards' totals.
+"""Batches from several replays: each part from its shard, by the shards' totals.
 
 A batch is asked of all shards at once. A shard of which nothing is known, or that was lost, has no
 share. One request waits there, and its answer brings the share. A shard is lost when a batch waits
@@ -10,7 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.layout import BatchLayout
+from zapex.errors import NotEnoughData
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.replay.draw import Draw
 from zapex.replay.shards import Part, Shares, check_method, share_out
@@ -49,6 +52,7 @@ class _Wanted:
     """A batch that was asked for. missing: rows that no shard was asked for yet."""
 
     missing: int
+    method: Method
     parts: list[_Part] = field(default_factory=list)
     since_s: float = 0.0
 
@@ -63,9 +67,11 @@ class ShardedSampleSource:
     Args:
         sources: one for each shard, in the run's order.
         beta: of the weights.
-        method: "stratified" or "independent".
+        method: "stratified" or "independent", of a request that names none.
         seed: of what decides how a batch is shared out.
         tell: takes a line about a share that goes or comes back.
+        silent_s: a shard that has said nothing for so long is lost.
+        late_s: a shard that lives is lost if the others have waited so long for its rows.
         clock_s: monotonic, in seconds; for tests.
 
     Attributes:
@@ -81,13 +87,18 @@ class ShardedSampleSource:
         seed: int | None,
         tell: Callable[[str], object],
         clock_s: Callable[[], float] = time.monotonic,
+        *,
+        silent_s: float = SILENT_S,
+        late_s: float = LATE_S,
     ) -> None:
         check_method(method)
+        self._silence_s, self._late_s = silent_s, late_s
         self._sources, self._beta, self._method = sources, beta, method
         self._rng, self._tell, self._clock_s = np.random.default_rng(seed), tell, clock_s
         self._form = sources[0].form
         self.shares = Shares(len(sources))
         self.dropped = 0
+        self._refused: NotEnoughData | None = None
         self._wanted: deque[_Wanted] = deque()
         self._looked_s = self._awake_s = clock_s()
         self._probes: dict[int, int] = {}  # shard -> its request
@@ -103,19 +114,34 @@ class ShardedSampleSource:
         """Requests whose batch was not polled yet."""
         return len(self._wanted)
 
-    def request(self) -> None:
-        """Ask for one more batch."""
-        self._wanted.append(_Wanted(self._form.batch_size))
+    def request(self, rows: int = 0, method: Method | None = None) -> None:
+        """Ask for one more batch. rows: 0: the run's batch size."""
+        method = method or self._method
+        check_method(method)
+        self._wanted.append(_Wanted(rows or self._form.batch_size, method))
+        self._share_out()
+
+    def forget_all(self) -> None:
+        """Expect no batch any more."""
+        self._finish_job()
+        for wanted in self._wanted:
+            for part in wanted.parts:
+                if part.message is None:
+                    self._sources[part.shard].forget(part.request)
+        self._wanted.clear()
+
+    def do_work(self) -> None:
+        """Receive, and share out what has to be."""
+        self._receive()
+        for wanted in self._wanted:
+            for part in list(wanted.parts):
+                self._take(wanted, part)
+        self._look_for_shares()
         self._share_out()
 
     def ready(self) -> bool:
         """Whether a batch can be polled."""
-        self._receive()
-        for wanted in self._wanted:
-            for part in wanted.parts:
-                self._take(part)
-        self._look_for_shares()
-        self._share_out()
+        self.do_work()
         if not self._wanted:
             return False
         if not self._wanted[0].has_come:
@@ -131,26 +157,41 @@ class ShardedSampleSource:
             source.do_work()
             known, self._memories[shard] = self._memories[shard], source.memory
             if known not in (0, source.memory):
-                self._lose(shard, "was restarted with another memory")
+                self.lose(shard, "was restarted with another memory")
 
-    def _silent_s(self, shard: int) -> float:
+    def silent_s(self, shard: int) -> float:
         """Seconds in which this end looked, and the shard said nothing."""
         return min(self._sources[shard].silent_s, self._clock_s() - self._awake_s)
 
-    def _take(self, part: _Part) -> None:
+    def _take(self, wanted: _Wanted, part: _Part) -> None:
         if part.message is None:
-            part.message = self._sources[part.shard].take(part.request)
-            if part.message is not None:
-                self._learn(part.shard, part.message)
+            try:
+                part.message = self._message(part.shard, part.request)
+            except NotEnoughData:  # a library's, that holds fewer than its own least
+                wanted.parts.remove(part)
+                wanted.missing += part.rows
 
-    def _learn(self, shard: int, message: BatchMessage) -> None:
-        draw = message.draw
+    def _message(self, shard: int, request: int) -> BatchMessage | None:
+        """What a shard has answered. Raises NotEnoughData if it has nothing to draw."""
+        try:
+            message = self._sources[shard].take(request)
+        except NotEnoughData as error:
+            self._refused = error
+            self.learn(shard, 0.0, 0, np.inf)
+            raise
+        if message is not None:
+            draw = message.draw
+            self.learn(shard, draw.total, draw.count, draw.smallest)
+        return message
+
+    def learn(self, shard: int, total: float, count: int, smallest: float) -> None:
+        """Note what a shard has said of itself: the sum of its leaves, how many, the smallest."""
         self._learned_s[shard] = self._clock_s()
-        if self.shares.learn(shard, draw.total, message.live, draw.smallest):
-            total = self.shares.totals
+        if self.shares.learn(shard, total, count, smallest):
+            share = total / max(self.shares.totals.sum(), 1e-300)
             self._tell(
-                f"shard {shard} answers again, with {message.live:,} transitions: "
-                f"{total[shard] / total.sum():.0%} of the batches are its share"
+                f"shard {shard} answers again, with {count:,} transitions: {share:.0%} of the "
+                "batches are its share"
             )
 
     def _look_for_shares(self) -> None:
@@ -158,14 +199,12 @@ class ShardedSampleSource:
         now_s = self._clock_s()
         for shard, source in enumerate(self._sources):
             if shard in self._probes:
-                message = source.take(self._probes[shard])
-                if message is not None:
-                    del self._probes[shard]
-                    self._learn(shard, message)
-            elif not source.outstanding and (
-                not self.shares.totals[shard] or now_s - self._learned_s[shard] > _FRESH_S
-            ):
-                self._probes[shard] = source.request(self._probe_rows[shard])
+                with suppress(NotEnoughData):
+                    if self._message(shard, self._probes[shard]) is None:
+                        continue
+                del self._probes[shard]
+            elif not source.outstanding and now_s - self._learned_s[shard] > _FRESH_S:
+                self._probes[shard] = source.request(self._probe_rows[shard], part=True)
                 self._probe_rows[shard] = 1
 
     def _share_out(self) -> None:
@@ -174,10 +213,10 @@ class ShardedSampleSource:
         for wanted in self._wanted if totals.any() else ():
             if not wanted.missing:
                 continue
-            counts = share_out(totals, wanted.missing, self._rng, self._method)
+            counts = share_out(totals, wanted.missing, self._rng, wanted.method)
             for shard, rows in enumerate(counts.tolist()):
                 if rows:
-                    request = self._sources[shard].request(rows)
+                    request = self._sources[shard].request(rows, wanted.method, part=True)
                     wanted.parts.append(_Part(shard, rows, float(totals[shard]), request))
             wanted.missing, wanted.since_s = 0, self._clock_s()
 
@@ -188,16 +227,17 @@ class ShardedSampleSource:
             wanted.since_s = self._clock_s()
         waited_s = self._clock_s() - wanted.since_s
         for shard in sorted(late):
-            silent_s = self._silent_s(shard)
-            if silent_s > SILENT_S:
-                self._lose(shard, f"has been silent for {silent_s:.0f} s")
-            elif waited_s > LATE_S:
-                self._lose(shard, f"has not given its rows of a batch for {waited_s:.0f} s")
+            silent_s = self.silent_s(shard)
+            if silent_s > self._silence_s:
+                self.lose(shard, f"has been silent for {silent_s:.0f} s")
+            elif waited_s > self._late_s:
+                self.lose(shard, f"has not given its rows of a batch for {waited_s:.0f} s")
 
-    def _lose(self, shard: int, why: str) -> None:
+    def lose(self, shard: int, why: str) -> None:
         """Take the shard's share from it, and its rows of all batches."""
         shares, source = self.shares, self._sources[shard]
         share = shares.totals[shard] / max(shares.totals.sum(), 1e-300)
+        self._learned_s[shard] = -np.inf
         if shares.lose(shard):
             url = self._sources[shard].url
             self._tell(
@@ -214,15 +254,9 @@ class ShardedSampleSource:
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Unpack the oldest batch, of which all parts have come, with its weights; or None."""
-        job, self._job = self._job, None
-        done = job[2].result(_DEADLINE_S) if job is not None else None  # it may write to `batch`
-        if not self.ready():
+        draw = self.poll_draw(batch)
+        if draw is None:
             return None
-        wanted = self._wanted.popleft()
-        if job is None or done is None or job[0] is not batch or job[1] is not wanted:
-            done = self._unpack(wanted, batch)
-        draw = self.shares.together(done)
-        batch.keys[:] = draw.keys
         draw.weigh(batch.weights, self._beta)
         if following is not None and self._wanted and self._wanted[0].has_come:
             if self._thread is None:
@@ -231,6 +265,29 @@ class ShardedSampleSource:
             work = self._thread.submit(self._unpack, after, following)
             self._job = following, after, work
         return Sampled(torn=0, live=draw.count)
+
+    def poll_draw(self, batch: Batch) -> Draw | None:
+        """As `poll`, without the weights: they are of this draw.
+
+        Raises NotEnoughData if the replays of a library have nothing to draw.
+        """
+        job, done = self._finish_job()
+        if not self.ready():
+            refused, self._refused = self._refused, None
+            if refused is not None and not self.shares.totals.any():
+                raise refused
+            return None
+        wanted = self._wanted.popleft()
+        if job is None or job[0] is not batch or job[1] is not wanted:
+            done = self._unpack(wanted, batch)
+        draw = self.shares.together(done)
+        batch.keys[:] = draw.keys
+        return draw
+
+    def _finish_job(self) -> tuple[Any, list[Part]]:
+        """Wait for the thread, which may be writing into a batch."""
+        job, self._job = self._job, None
+        return job, [] if job is None else job[2].result(_DEADLINE_S)
 
     def _unpack(self, wanted: _Wanted, batch: Batch) -> list[Part]:
         """Put all parts of a batch that has come into its memory, one behind another."""
@@ -252,8 +309,8 @@ class ShardedSampleSource:
         self._receive()
         parts = by_shard(keys)
         for shard in parts:
-            if self._sources[shard].is_full and self._silent_s(shard) > SILENT_S:
-                self._lose(shard, f"has been silent for {self._silent_s(shard):.0f} s")
+            if self._sources[shard].is_full and self.silent_s(shard) > self._silence_s:
+                self.lose(shard, f"has been silent for {self.silent_s(shard):.0f} s")
         there = {s: rows for s, rows in parts.items() if not self.shares.is_away(s)}
         if any(self._sources[shard].is_full for shard in there):
             return False

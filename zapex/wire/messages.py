@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from zapex.chunks.layout import MAX_CHUNK, NO_FRAME
 from zapex.chunks.schema import Schema
 from zapex.errors import TELLABLE, BadMessage
+from zapex.replay.draw import METHODS, STRATIFIED
 from zapex.wire.compression import decompress
 from zapex.wire.experience import BatchMessage, Push, batch_bytes, push_bytes
 from zapex.wire.protocol import (
@@ -286,11 +287,13 @@ class Error:
 
 @dataclass(frozen=True)
 class Sample:
-    """A request for one batch, or for a part of one that several replays draw together.
+    """A request for one batch.
 
     sequence: its number, which the answers repeat. rows: at most the run's batch size.
     compressed: the batch is to be compressed. piece_rows: it is drawn whole and comes in pieces of
-    so many rows; 0: in one.
+    so many rows; 0: in one. method: its index in METHODS; a run draws by its own. part: of a batch
+    that several replays draw together, so the replay may hold fewer transitions.
+    came_s: when it came, by the receiver's clock.
     """
 
     kind: ClassVar = Kind.SAMPLE
@@ -298,12 +301,16 @@ class Sample:
     rows: int
     compressed: bool = False
     piece_rows: int = 0
+    method: int = STRATIFIED
+    part: bool = False
+    came_s: float = field(default=0.0, compare=False)
 
     def raw(self) -> RawMessage:
         return RawMessage(
             self.kind,
             sequence=self.sequence,
-            number=self.compressed,
+            value=self.method,
+            number=self.compressed + 2 * self.part,
             rows=self.rows,
             frames=self.piece_rows,
         )
@@ -314,7 +321,31 @@ class Sample:
         if piece_rows and rows > MOST_PIECES * piece_rows:
             raise BadMessage(f"{rows} rows in pieces of {piece_rows} are above {MOST_PIECES}")
         _no_body(raw)
-        return cls(raw.sequence, rows, bool(raw.within("number", 0, 1)), piece_rows)
+        part, compressed = divmod(raw.within("number", 0, 3), 2)
+        method = raw.within("value", 0, len(METHODS) - 1)
+        return cls(raw.sequence, rows, bool(compressed), piece_rows, method, bool(part))
+
+
+@dataclass(frozen=True)
+class NoBatch:
+    """The answer to a Sample of a library's client that cannot be drawn.
+
+    error: 1 + its index in TELLABLE; text: for the user.
+    """
+
+    kind: ClassVar = Kind.NO_BATCH
+    sequence: int
+    error: int
+    text: str
+
+    def raw(self) -> RawMessage:
+        return RawMessage(
+            self.kind, sequence=self.sequence, number=self.error, body=(_text(self.text),)
+        )
+
+    @classmethod
+    def read(cls, raw: RawMessage, form: Form) -> Self:
+        return cls(raw.sequence, raw.within("number", 1, len(TELLABLE)), _read_text(raw))
 
 
 @dataclass(frozen=True)
@@ -437,20 +468,20 @@ class Stats:
         return cls(number, raw.value, metrics, episodes)
 
 
-# Calls of a library's clients. Every call has an answer with the same sequence: a Reply, or a batch
-# for SAMPLE. A client that has waited too long sends the call again with the same sequence. It
-# drops an answer that comes twice.
+# Calls of a library's clients, besides requests for batches. A Reply with the same sequence answers
+# a call. A client that has waited too long sends the call again with the same sequence. It drops a
+# reply that comes twice.
 
 
 class Request(IntEnum):
     """What clients ask of a replay, of this host (library/handle.py) or over a network."""
 
-    SAMPLE = 0  # `rows` by `option`, the method's number
+    SAMPLE = 0  # only on this host: `rows` by `option`, the method's number
     UPDATE = 1  # keys and priorities
     STATS = 2  # JSON, and how many transitions there are
     CAN_SAMPLE = 3  # of `rows`
     # Over a network only; the requests below it only on this host.
-    KEYS = 4  # of the chunk (actor `rows`, incarnation, `option`)
+    KEYS = 4  # of the chunk (actor `rows`, `option`)
     STREAMS = 5  # the link has `rows` streams now; 0: all its slots are taken back
     ADMIT = 6  # wait until `rows` transitions may come in
     SLOT = 7
@@ -470,9 +501,9 @@ def most_rows(schema: Schema) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """A request of a library's client. keys (B,) int64, priorities (B,) float64: for UPDATE.
+    """A request of a library's client.
 
-    compressed: the batch that it asks for is to be compressed.
+    For UPDATE: epoch, of the memory that the keys are of; keys (B,) int64, priorities (B,) float64.
     """
 
     kind: ClassVar = Kind.CALL
@@ -480,8 +511,7 @@ class Call:
     what: int
     rows: int = 0
     option: int = 0
-    incarnation: int = 0
-    compressed: bool = False
+    epoch: int = 0
     keys: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     priorities: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
@@ -489,19 +519,18 @@ class Call:
         is_update = self.what == Request.UPDATE
         return RawMessage(
             self.kind,
-            incarnation=self.incarnation,
+            incarnation=self.epoch,
             sequence=self.sequence,
             value=self.option,
             number=self.what,
             rows=self.rows,
-            frames=self.compressed,
             body=(_priorities(self.keys, self.priorities, "<f8"),) if is_update else (),
         )
 
     @classmethod
     def read(cls, raw: RawMessage, form: Form) -> Self:
-        what, compressed = raw.within("number", 0, Request.KEYS), bool(raw.within("frames", 0, 1))
-        words = raw.sequence, what, raw.rows, raw.value, raw.incarnation, compressed
+        what = raw.within("number", Request.UPDATE, Request.KEYS)
+        words = raw.sequence, what, raw.rows, raw.value, raw.incarnation
         if what == Request.UPDATE:
             return cls(*words, *_read_priorities(raw, form, "<f8"))
         raw.within("rows", 0, MAX_ACTORS - 1 if what == Request.KEYS else form.batch_size)
@@ -511,7 +540,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a Call that asked for no batch, or that failed.
+    """The answer to a Call.
 
     error: 0, or 1 + its index in TELLABLE; then `body` is its text. a, b: two counts.
     """
@@ -547,7 +576,7 @@ class Reply:
 
 _MESSAGES: tuple[type[Message], ...] = (
     *(Hello, Welcome, Bye, Error, Push, Ack, Sample, BatchMessage, Update, UpdateAck),
-    *(Pull, Params, Publish, PublishAck, Stats, Call, Reply),
+    *(Pull, Params, Publish, PublishAck, Stats, Call, Reply, NoBatch),
 )
 _READ = {message.kind: message.read for message in _MESSAGES}
 _COMPRESSIBLE = {Kind.PUSH: push_bytes, Kind.BATCH: batch_bytes}

@@ -28,7 +28,7 @@ except ImportError:
     from zlib import crc32
 
 MAGIC = b"ZAPX"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<4sHHQqqqQiIII")
 MAX_BUFFERS = 18  # a header, sixteen observation columns, and the rest
 COMPRESSED = 0x8000  # of the kind: each buffer of the body is compressed
@@ -60,6 +60,7 @@ class Kind(IntEnum):
     ERROR = 15
     CALL = 16
     REPLY = 17
+    NO_BATCH = 18
 
 
 ROLES = ("relay", "learner", "reader", "client")
@@ -75,7 +76,7 @@ MAY_SEND = {
         Kind.BYE,
     },
     "reader": {Kind.HELLO, Kind.PULL, Kind.BYE},
-    "client": {Kind.HELLO, Kind.PUSH, Kind.CALL, Kind.BYE},
+    "client": {Kind.HELLO, Kind.PUSH, Kind.SAMPLE, Kind.CALL, Kind.BYE},
 }
 """What a client may send to a replay, by its role."""
 
