@@ -169,39 +169,6 @@ def test_visdom_has_the_score_of_every_actor_the_memory_and_the_loss(tmp_path):
     assert all(len(y) > 30 and max(y) > 10 for _, y in scores.values())
 
 
-@needs_visdom
-def test_a_restarted_visdom_server_has_the_whole_run(tmp_path):
-    fake = fake_run.FakeRun()
-    with visdom_server(tmp_path) as url:
-        recorder = Visdom(tmp_path / "run", url)
-        monitor = fake.monitor(None, [recorder], view_period_s=0, record_period_s=0)
-        for _ in range(5):
-            fake.advance(5)
-            monitor.tick()
-    deadline = time.monotonic() + 60
-    while not any("Visdom failed" in note.text for note in monitor.look().messages):
-        assert time.monotonic() < deadline
-        fake.advance(5)
-        monitor.tick()
-        time.sleep(0.05)
-    with visdom_server(tmp_path, int(url.rpartition(":")[2])):
-        while not any(note.text == "Visdom works again" for note in monitor.look().messages):
-            assert time.monotonic() < deadline
-            fake.advance(5)
-            monitor.tick()
-            time.sleep(0.05)
-        snapshot = monitor.close()
-        steps, live = windows(url)["transitions in memory"]["replay/live"]
-    assert steps[0] == 8250
-    assert steps[-1] == snapshot.totals["steps"]
-    assert steps == sorted(steps)
-    assert len(live) > 6
-    failures = [note.text for note in snapshot.messages if "Visdom failed" in note.text]
-    assert len(failures) == 1
-    assert url in failures[0]
-    assert not monitor.unwritten
-
-
 def test_a_visdom_server_that_hangs_delays_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("zapex.watch.recorders.VISDOM_TIMEOUT_S", 0.5)
     with socket.socket() as silent:

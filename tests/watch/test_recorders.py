@@ -16,7 +16,6 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.support import fake_run
 from zapex.watch.recorders import (
-    SNAPSHOT_FILE,
     JsonLines,
     TensorBoard,
     WeightsAndBiases,
@@ -88,13 +87,6 @@ def test_evaluations_are_at_their_own_step(events, recorded):
     assert len(wanted) == 4
 
 
-def test_json_lines_hold_the_same_numbers(events, recorded):
-    lines = [line for line in read_metrics(recorded[0]) if line["kind"] in ("metrics", "final")]
-    for tag in ("charts/SPS", "losses/td_loss", "replay/live", "comm/actor_compute"):
-        values = [event.value for event in events.Scalars(tag)]
-        assert values == pytest.approx([line[tag] for line in lines], rel=1e-6)
-
-
 def test_tensorboard_has_the_settings_as_text_and_as_hyperparameters(events):
     (text,) = events.Tensors("settings")
     (table,) = text.tensor_proto.string_val
@@ -146,14 +138,6 @@ def test_a_stored_snapshot_is_read_back_with_its_nans(recorded, tmp_path):
     recorder = JsonLines(tmp_path)
     recorder.write(dataclasses.replace(snapshot, returns=empty), np.empty(0, fake_run.EPISODE), [])
     assert math.isnan(read_snapshot(tmp_path).returns.all_mean)
-
-
-def test_a_snapshot_stored_before_runs_said_why_they_wait_is_read(recorded, tmp_path):
-    run_dir, snapshot = recorded
-    stored = json.loads((run_dir / SNAPSHOT_FILE).read_text())
-    del stored["waiting"]
-    (tmp_path / SNAPSHOT_FILE).write_text(json.dumps(stored))
-    assert read_snapshot(tmp_path) == dataclasses.replace(snapshot, waiting=())
 
 
 def test_the_result_names_best_last_and_first_crossings(recorded, tmp_path):

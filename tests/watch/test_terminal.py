@@ -153,11 +153,6 @@ def test_stored_text_cannot_move_the_cursor(finished):
     assert "\x1b[2J" not in shown
 
 
-def test_small_shares_of_a_core_have_a_decimal():
-    lines = texts(draw(with_roles(cpu_cores=0.004), 80, 23))
-    assert sum(line.rstrip().endswith(" 0.4%") for line in lines) == len(SNAPSHOT.roles)
-
-
 def test_a_run_that_has_not_begun_has_no_numbers():
     fake = fake_run.FakeRun(begun=False)
     text = "\n".join(texts(draw(fake.monitor().look(), 80, 24)))
@@ -204,13 +199,6 @@ def test_more_rows_show_the_phases_inside_compute():
     assert not lines[first + 1].strip().startswith("compute")
     assert not lines[first + 1].strip()  # the blank line before the speed, and only that one
     assert lines[first + 2].startswith(" speed")
-
-
-def test_messages_cannot_move_the_cursor():
-    _, monitor = fake_run.started()
-    monitor.message("Traceback\n\x1b[2J\tboom")
-    lines = texts(draw(monitor.look(), 80, 40))
-    assert any("Traceback ?[2J\tboom" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -282,21 +270,6 @@ def test_plain_lines_are_ascii_and_hold_the_headline_numbers(finished):
         assert wanted in line
 
 
-def test_the_picture_is_drawn_over_itself_and_stays(finished, monkeypatch):
-    LivePicture(Terminal()).close()  # one that never began
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "24")
-    out = Terminal()
-    view = LivePicture(out)
-    view.show(finished)
-    once = out.getvalue()
-    view.show(finished)
-    view.close()
-    assert once.count("ALE/Breakout-v5") == 1
-    assert "\x1b[1A" in out.getvalue()[len(once) :]  # up again, over the old one
-    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
-
-
 def test_the_svg_holds_the_picture_and_no_outside_font(finished):
     image = svg(finished)
     assert image.startswith("<svg")
@@ -357,12 +330,6 @@ def test_the_closing_lines_have_results_and_commands_that_a_shell_understands(fi
         finished, facts=dataclasses.replace(fake_run.facts(run_dir=run_dir), films=False)
     )
     assert "--video" not in "\n".join(texts(summary(blind, "ten minutes are over", curve)))
-
-
-def test_a_run_without_evaluations_has_a_summary_too():
-    text = "\n".join(texts(summary(fake_run.FakeRun().monitor().close(), "stopped")))
-    assert "stopped" in text
-    assert "nan" not in text
 
 
 def test_closing_lines_are_wrapped_on_a_terminal_and_commands_stay_whole(monkeypatch):

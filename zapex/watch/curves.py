@@ -367,13 +367,11 @@ def smooth(points: Floats) -> Floats:
 
 
 def _draw_frames_axis(axes: Any, clock: Floats) -> None:
-    """Frames along the top, at the time when they were played: speed is not constant."""
-    from matplotlib.ticker import EngFormatter
-
+    """Along the top, how many frames had been played at each tick: speed is not constant."""
     minutes, frames = np.concatenate([[(0.0, 0.0)], clock]).T
-    functions = (lambda x: np.interp(x, minutes, frames), lambda x: np.interp(x, frames, minutes))
-    top = axes.secondary_xaxis("top", functions=functions)
-    top.xaxis.set_major_formatter(EngFormatter(sep=""))
+    places = [x for x in axes.get_xticks() if 0 < x <= minutes[-1]]
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(places, [count(float(np.interp(x, minutes, frames))) for x in places])
     _style_top(top, "frames")
 
 
