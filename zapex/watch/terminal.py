@@ -613,7 +613,9 @@ def summary(
                 more = f" --more-frames {facts.max_frames}"
             elif 0 < facts.max_wall_s <= snapshot.wall_s:
                 more = f" --more-minutes {facts.max_wall_s / 60:g}"
-            rows += [("watch", play, _COMMAND), ("resume", facts.resume + more, _COMMAND)]
+            rows.append(("watch", play, _COMMAND))
+            if facts.resume:
+                rows.append(("resume", facts.resume + more, _COMMAND))
         elif not unsaved:
             rows.append(("", "it ended before there was anything to save", ""))
         if unsaved:
