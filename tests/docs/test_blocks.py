@@ -64,11 +64,16 @@ def blocks(page: str, language: str) -> list[SimpleNamespace]:
     return [block for block in found if block.info.split()[0] == language]
 
 
-def shell_lines(page: str) -> list[str]:
-    """All commands of the shell blocks, without comments and continued lines in one."""
-    text = "\n".join(block.text for block in blocks(page, "sh")).replace("\\\n", " ")
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+def lines_of(text: str) -> list[str]:
+    """The commands of a block: without comments, continued lines in one, `&&` apart."""
+    whole = text.replace("\\\n", " ")
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in whole.splitlines())
     return [part.strip() for line in lines for part in line.split("&&") if part.strip(" &")]
+
+
+def shell_lines(page: str) -> list[str]:
+    """All commands of a page's shell blocks."""
+    return lines_of("\n".join(block.text for block in blocks(page, "sh")))
 
 
 def kept_from(line: str) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_blocks import PAGES, ROOT, blocks
+from tests.docs.test_blocks import PAGES, ROOT, blocks, lines_of
 from tests.support.parts import free_port
 
 NOT_RUN = {
@@ -66,13 +66,6 @@ def found() -> dict[str, str]:
     after = texts.pop("docs/quickstart.md 4")
     texts["docs/quickstart.md 3+4"] = texts.pop("docs/quickstart.md 3") + "\n" + after
     return texts
-
-
-def lines_of(text: str) -> list[str]:
-    """The commands of a block: without comments, continued lines in one, `&&` apart."""
-    whole = text.replace("\\\n", " ")
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in whole.splitlines())
-    return [part.strip() for line in lines for part in line.split("&&") if part.strip(" &")]
 
 
 def why_not(line: str) -> str | None:

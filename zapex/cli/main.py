@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,7 @@ def completion(args: list[str]) -> int:
     return 0
 
 
+@cache
 def _parser() -> argparse.ArgumentParser:
     """The commands as an argparse parser, with the flags that their help shows."""
     import shtab
