@@ -4,6 +4,8 @@ import io
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -92,6 +94,19 @@ def test_what_breaks_a_toml_parser_is_an_error(text):
 def test_what_breaks_a_json_parser_is_an_error(text):
     with pytest.raises(ConfigError, match="FILE"):
         parse_json(text, "FILE")
+
+
+def test_the_largest_file_takes_less_than_a_quarter_of_a_gigabyte(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(f"[{'[],' * ((4 << 20) // 3 - 4)}[]]")
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from zapex.machine.reading import read_json; read_json(Path(sys.argv[1]))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    words = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 250 << 10
 
 
 def test_a_damaged_line_is_left_out_and_an_endless_one_an_error(tmp_path):

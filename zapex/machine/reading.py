@@ -6,6 +6,7 @@ is one error that names the file. Facts are used only once `typed` has checked t
 
 import dataclasses
 import errno
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from typing import Any, Final, Literal, TextIO
 from zapex.errors import ConfigError
 
 _MOST_TOML_BYTES: Final = 1 << 18
-_MOST_JSON_BYTES: Final = 1 << 22  # Python needs up to 25 times as much for the values
+_MOST_JSON_BYTES: Final = 4 << 20  # Python needs up to 25 times as much for the values
 _MOST_LINE_BYTES: Final = 1 << 20
 _MOST_DOTS: Final = 200  # in a line of TOML: the time for a key grows with their square
 _MOST_DEPTH: Final = 32
@@ -108,17 +109,20 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _bounded(value: Any) -> Any:
     """`value`, if what works on its parts can't fail on their depth or size; else a ValueError."""
-    parts = [(value, 0)]
-    while parts:
-        part, depth = parts.pop()
-        if isinstance(part, int) and not -_MOST_INT <= part < _MOST_INT:
+    parts = [value]
+    for _ in range(_MOST_DEPTH):
+        whole = [part for part in parts if type(part) is int] or [0]
+        if min(whole) < -_MOST_INT or max(whole) >= _MOST_INT:
             raise ValueError("it has an integer of more than 64 bits")
-        if isinstance(part, (dict, list)):
-            if depth == _MOST_DEPTH:
-                raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
-            inner = part.values() if isinstance(part, dict) else part
-            parts.extend((one, depth + 1) for one in inner)
-    return value
+        inner = [
+            part.values() if type(part) is dict else part
+            for part in parts
+            if type(part) in (dict, list)
+        ]
+        parts = list(itertools.chain.from_iterable(inner))
+        if not parts:
+            return value
+    raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
 
 
 def typed(kind: Any, value: Any, name: str = "it") -> Any:
