@@ -16,6 +16,7 @@ from zapex.net.addresses import DEFAULT_PORT
 if TYPE_CHECKING:
     from zapex.run.run import Membership
 
+_MOST_SHARDS = 128  # as in zapex.replay.shards, which imports NumPy
 DEFAULT_URL = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -46,7 +47,7 @@ class _ReplayOptions(_HostOptions):
     fstack://ADDRESS:PORT serve the same clients without libzmq; they connect with tcp://."""
     with_learner: bool = False
     """Also train on this host: replay and learner share memory, and only actors are elsewhere."""
-    shards: int = setting(1, low=1, high=128)
+    shards: int = setting(1, low=1, high=_MOST_SHARDS)
     """Number of replays in the run, each a `zapex replay` with its own --shard; the other commands
     name all of them."""
     shard: int = setting(0, low=0)
@@ -61,6 +62,24 @@ class _ReplayOptions(_HostOptions):
     """With fstack://: arguments for DPDK, e.g. --fstack-eal="--no-pci --vdev=..."; or set
     ZAPEX_FSTACK_EAL."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard >= self.shards:
+            raise ConfigError(
+                f"--shard must be 0 to {self.shards - 1} of --shards {self.shards}, got "
+                f"{self.shard}" + (": give --shards, too" if self.shards == 1 else "")
+            )
+        if self.shards > 1 and self.with_learner:
+            raise ConfigError(
+                "--with-learner is for one replay: with --shards, start `zapex learner` "
+                "separately, on this host or another"
+            )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where it listens."""
+        return (self.listen,)
+
 
 @dataclass(frozen=True)
 class _JoinOptions(_HostOptions):
@@ -71,6 +90,19 @@ class _JoinOptions(_HostOptions):
     addresses with commas, shard 0 first, the same for all commands."""
     compress: bool = False
     """Compress this host's experience, or its batches, with zstd, for a slow link."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        twice = [url for url in self.urls if self.urls.count(url) > 1]
+        if twice:
+            raise ConfigError(f"--replay names each shard once, got {twice[0]!r} twice")
+        if len(self.urls) > _MOST_SHARDS:
+            raise ConfigError(f"--replay names at most {_MOST_SHARDS} shards, got {len(self.urls)}")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of all shards."""
+        return tuple(url.strip() for url in self.replay.split(","))
 
 
 @dataclass(frozen=True)
@@ -146,7 +178,7 @@ def _membership(run: Resolved, part: Part) -> "Membership":
     from zapex.run.run import Membership
     from zapex.wire.compression import check_installed
 
-    more, flag, urls = run.more, f"--{part.address}", _urls(run.more, part)
+    more, flag, urls = run.more, f"--{part.address}", run.more.urls
     own: dict[str, Any]
     if part.listens:
         own = {name: getattr(more, name) for name in ("shard", "shards", *_FSTACK)}
@@ -166,39 +198,9 @@ def _membership(run: Resolved, part: Part) -> "Membership":
         security_of(membership).check(url, flag)
         if not part.listens:
             addresses.check_known(address)
-    _check_shards(membership.shards, membership.shard, part)
     if part.listens:
         addresses.check_free(urls[0], membership.fstack)
     return membership
-
-
-def _urls(more: Any, part: Part) -> tuple[str, ...]:
-    """The address to listen at, or the addresses of all shards. Raises ConfigError."""
-    if part.listens:
-        return (more.listen,)
-    urls = tuple(url.strip() for url in more.replay.split(","))
-    twice = next((url for url in urls if urls.count(url) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"--replay names each shard once, got {twice!r} twice")
-    return urls
-
-
-def _check_shards(shards: int, shard: int, part: Part) -> None:
-    """Raise ConfigError for shards that this part of a run cannot have."""
-    from zapex.replay.shards import MOST_SHARDS
-
-    if shards > MOST_SHARDS:
-        raise ConfigError(f"--replay names at most {MOST_SHARDS} shards, got {shards}")
-    if shard >= shards:
-        raise ConfigError(
-            f"--shard must be 0 to {shards - 1} of --shards {shards}, got {shard}"
-            + (": give --shards, too" if shards == 1 else "")
-        )
-    if shards > 1 and part.listens and part.learns:
-        raise ConfigError(
-            "--with-learner is for one replay: with --shards, start `zapex learner` separately, on "
-            "this host or another"
-        )
 
 
 def doctor(name: str, args: list[str]) -> int:
@@ -218,7 +220,7 @@ def doctor(name: str, args: list[str]) -> int:
         fstack = Setup(*(getattr(more, name) for name in _FSTACK))
     links = [
         finding
-        for url in _urls(more, part)
+        for url in more.urls
         for finding in preflight.check_link(
             part.name, url, more.keys, more.insecure_network, fstack=fstack
         )

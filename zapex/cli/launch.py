@@ -91,7 +91,8 @@ class _RunOptions(SettingsGroup):
     """Options."""
 
     run: str = ""
-    """Name or directory of the run; default: the last run launched from here."""
+    """Name or directory of the run; default: the last one launched from here. `zapex stop` first
+    takes one that is running here."""
     trust: bool = False
     """Allow the Ray cluster that the directory names; it can run code in this process."""
 
@@ -163,21 +164,10 @@ def logs(args: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class _StopOptions(SettingsGroup):
-    """Options."""
-
-    run: str = ""
-    """Name or directory of the run; default: the one that is running here, or else the last run
-    launched from here."""
-    trust: bool = False
-    """Allow the Ray cluster that the directory names; it can run code in this process."""
-
-
 def stop(args: list[str]) -> int:
     """`zapex stop [RUN]`: the learner saves, then every host ends."""
     what = "Stop a run. The learner saves a checkpoint first."
-    options = parse(_StopOptions(), args, "stop", what, "[run]")
+    options = parse(_RunOptions(), args, "stop", what, "[run]")
     local = runs.local(options.run)
     if local is not None:
         return runs.stop(local)
