@@ -18,7 +18,7 @@ from tests.support.transport_rigs import (
     until,
 )
 from zapex.chunks.batch import Batch
-from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import COUNT, LIVE, SEQUENCE, STATE, BatchLayout
 from zapex.replay.draw import Draw
 
@@ -68,18 +68,17 @@ def play(rig: Rig, steps: int) -> int:
         begun, over = over, rng.random(STREAMS) < 0.1
         for i in range(STREAMS):
             game.reset(i) if begun[i] else game.step(i)
-        if begun.any():
-            until_done(lambda begun=begun: builder.begin(begun, {"obs": game.seen}))
         over &= ~begun
-        flags = np.where(over, END | CUT, 0)
         builder.staged["action"] = rng.integers(5, size=STREAMS)
         builder.staged["mask"] = rng.random((STREAMS, 2))
-        reward, value, best = rng.normal(size=(3, STREAMS))
+        reward, *values = rng.normal(size=(3, STREAMS))
         until_done(
-            lambda b=~begun, f=flags, r=reward, v=value, w=best: builder.add(
-                b, f, {"obs": game.seen}, r, value=v, next_value=w
+            lambda r=reward, o=over, v=values: builder.add(
+                {"obs": game.seen}, r, o, o, values=np.array(v)
             )
         )
+        if begun.any():
+            until_done(lambda begun=begun: builder.begin(begun, {"obs": game.seen}))
     builder.flush()
     closed = builder.take_closed()
     made += int(sink.store.header_rows[closed, COUNT].sum())

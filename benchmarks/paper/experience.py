@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.paper.baseline import PairMaker
 from benchmarks.transport.server import Setting, atari
 from zapex.chunks.batch import aligned_zeros
-from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import ACTOR, COMMITTED, COUNT, INCARNATION, STATE, STREAM, ChunkLayout
 from zapex.chunks.schema import Column, Schema
 from zapex.chunks.store import ChunkStore
@@ -59,14 +59,12 @@ def record(setting: Setting) -> np.ndarray:
         if step.started.any():
             done(lambda step=step: builder.begin(everyone, {"obs": step.obs}))
         else:
-            over = bool((step.terminated | step.truncated).any())
-            flags = np.array([(END | CUT) if over else CUT * int(step.life_lost[0])])
+            over = step.episode_ends
             builder.staged["action"] = rng.integers(spec.num_actions, size=1)
-            value, best = rng.normal(size=(2, 1))
-            reward = step.reward.astype(np.float64)
+            values, reward = rng.normal(size=(2, 1)), step.reward.astype(np.float64)
             done(
-                lambda f=flags, o=step.obs, r=reward, v=value, b=best: builder.add(
-                    everyone, f, {"obs": o}, r, value=v, next_value=b
+                lambda s=step, r=reward, o=over, v=values: builder.add(
+                    {"obs": s.obs}, r, o, o, cut=s.life_lost, values=v
                 )
             )
         for slot in builder.take_closed().tolist():

@@ -327,7 +327,7 @@ def chunk_path(_: str, frames_bytes: int, seconds: float) -> dict[str, Any]:
     sink = host.experience_sink(0, INCARNATION)
     builder = ChunkBuilder(sink.store, 1, actor=0, incarnation=INCARNATION)
     obs = {"obs": aligned_zeros(STACK * frame_bytes).reshape(1, STACK, frame_bytes)}
-    everyone, flags, reward = np.ones(1, np.bool_), np.zeros(1, np.int64), np.zeros(1)
+    everyone, never, reward = np.ones(1, np.bool_), np.zeros(1, np.bool_), np.zeros(1)
     begun = False
 
     def write_chunk() -> np.ndarray:
@@ -340,7 +340,7 @@ def chunk_path(_: str, frames_bytes: int, seconds: float) -> dict[str, Any]:
                     builder.provide(slots)
             if not begun:
                 begun = builder.begin(everyone, obs) == 1
-            elif builder.add(everyone, flags, obs, reward) < 1:
+            elif builder.add(obs, reward, never, never) < 1:
                 continue  # no slot yet
             closed = builder.take_closed()
             if closed.size:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.naive import NaiveNStep
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.builder import CUT, END, MOST_REWARD, ChunkBuilder, flat_observations
+from zapex.chunks.builder import MOST_REWARD, ChunkBuilder
 from zapex.chunks.layout import (
     ACTOR,
     COMMITTED,
@@ -68,12 +68,12 @@ FIRST_STREAM = 30
 
 def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0.1, max_age=0,
          slots=None, flush_at=(), actions=5, level=0, level_padding="zero",
-         by_step=False, given=False, abandoned=0.0):  # fmt: skip
+         given=False, abandoned=0.0):  # fmt: skip
     """Random play through a builder that gets few slots at a time; chunks, oracle and store.
 
-    level: the stack of a second column of the observation; 0: there is none. by_step: by
-    `builder.step`, whose lost lives end the episode. given: the caller gives priorities.
-    abandoned: the share of steps after which a stream is reset in the middle of its episode.
+    level: the stack of a second column of the observation; 0: there is none. given: the caller
+    gives priorities. abandoned: the share of steps after which a stream is reset in the middle of
+    its episode.
     """
     image = "obs/image" if level else "obs"
     columns = {image: Column((3, 2), np.uint8, stack=stack)}
@@ -118,28 +118,13 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         for i in np.flatnonzero(mask):
             naive[i].begin(of(i))
 
-    def add(mask, flags, reward, value, next_value, priority):
-        found = []
-        ends = np.ones(streams, bool)
-
-        def call():
-            if not by_step:
-                return builder.add(
-                    mask, flags, seen, reward, value=value, next_value=next_value,
-                    priority=priority if given else None,
-                )  # fmt: skip
-            flat = flat_observations(schema, seen)
-            done, some = builder.step(
-                flags & CUT != 0, flags == END, ~mask, ends, flat, reward,
-                priority if given else None,
-            )  # fmt: skip
-            found.append(some)
-            return done
-
-        until_done(call)
-        if by_step:
-            np.testing.assert_array_equal(ends, (flags != 0) & mask)
-            assert found[-1] == ends.any()
+    def add(reward, terminated, truncated, cut, values, priority):
+        until_done(
+            lambda: builder.add(
+                seen, reward, terminated, truncated, cut=cut, values=values,
+                priority=priority if given else None,
+            )
+        )  # fmt: skip
         indices, magnitudes = builder.last_completed()
         assert not completed.keys() & set(indices)
         completed.update(zip(indices, magnitudes, strict=True))
@@ -154,24 +139,26 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         for i in range(streams):
             for game in games.values():
                 game.reset(i) if begun[i] else game.step(i)
-        if begun.any():
-            begin(begun)
-        flags = np.zeros(streams, np.int64)
-        flags[rng.random(streams) < cut] |= CUT | (END if by_step else 0)
-        flags[rng.random(streams) < end] |= END
+        terminated, truncated, cuts = (rng.random(streams) < p for p in (end / 2, end / 2, cut))
         reward = rng.integers(-3, 4, streams).astype(np.float64)
-        value, next_value = rng.normal(size=streams), rng.normal(size=streams)
-        priority = rng.random(streams)
+        values, priority = rng.normal(size=(2, streams)), rng.random(streams)
         builder.staged["action"] = action = rng.integers(actions, size=streams)
         builder.staged["mask"] = mask = rng.random((streams, 2)).astype(np.float32)
-        add(~begun, flags, reward, value, next_value, priority)
+        np.testing.assert_array_equal(builder.idle(), begun)
+        add(reward, terminated, truncated, cuts if cut else None, values, priority)
+        over = ~begun & (terminated | truncated)
+        assert builder.ended == over.sum()
         for i in np.flatnonzero(~begun):
             naive[i].add(
-                (action[i], mask[i]), reward[i], of(i),
-                bool(flags[i] & CUT), bool(flags[i] & END), value[i], next_value[i],
-                priority[i] if given else -1.0 if by_step else None,
+                (action[i], mask[i]), reward[i], of(i), bool(terminated[i] | cuts[i]),
+                bool(over[i]), *values[:, i], priority[i] if given else None,
             )  # fmt: skip
-            over[i] = bool(flags[i] & END) or rng.random() < abandoned
+        reset = begun | (~over & (rng.random(streams) < abandoned))
+        for i in np.flatnonzero(reset & ~begun):
+            for game in games.values():
+                game.reset(i)
+        if reset.any():
+            begin(reset)
         if step in flush_at:
             builder.flush()
             closed.extend(builder.take_closed())
@@ -275,31 +262,32 @@ def test_chunks_hold_what_the_naive_twin_has(
 @given(
     seed=SEEDS, streams=st.integers(1, 3), stack=st.integers(1, 4), level=st.integers(1, 4),
     n=st.integers(1, 3), more=st.integers(0, 5), padding=PADDINGS, level_padding=PADDINGS,
-    end=st.sampled_from([0.05, 0.5]), by_step=st.booleans(), given=st.booleans(),
+    end=st.sampled_from([0.05, 0.5]), given=st.booleans(),
 )  # fmt: skip
 def test_observations_of_two_columns_with_stacks_of_their_own_are_as_the_twin_has_them(
-    seed, streams, stack, level, n, more, padding, level_padding, end, by_step, given
+    seed, streams, stack, level, n, more, padding, level_padding, end, given
 ):
     rng = np.random.default_rng(seed)
     store, closed, naive, _, _ = play(
         rng, streams=streams, stack=stack, n=n, chunk=n + more, steps=30, padding=padding,
-        end=end, level=level, level_padding=level_padding, by_step=by_step, given=given,
+        end=end, level=level, level_padding=level_padding, given=given,
     )  # fmt: skip
     check_against_twin(store, closed, naive)
     if padding == level_padding and level == stack:
         check_frames(store, closed)
 
 
-def test_a_step_with_a_reward_that_is_no_number_is_refused_and_changes_nothing():
-    rng = np.random.default_rng(0)
-    store, _, _, builder, _ = play(rng, streams=3, stack=1, n=1, chunk=4, steps=3)
+def test_a_reward_that_is_no_number_is_refused_and_changes_nothing():
+    store, builder, obs, step = one_stream(n=1, chunk=4, finite_rewards=True)
+    builder.begin(ONE, obs(1))
+    step(2)
     before = store.mem.copy()
-    flat = flat_observations(builder.schema, {"obs": np.ones((3, 3, 2), np.uint8)})
-    no, over = np.zeros(3, bool), np.array([True, False, False])
     for bad in (np.nan, np.inf, -MOST_REWARD * 1.001):
-        with pytest.raises(ConfigError, match="of stream 2; nothing was added"):
-            builder.step(no, no, over, no.copy(), flat, np.array([0, MOST_REWARD, bad]), None)
+        with pytest.raises(ConfigError, match="of stream 0"):
+            builder.add(obs(3), np.array([bad]), NO, NO)
     np.testing.assert_array_equal(store.mem, before)
+    builder.add(obs(3), np.array([MOST_REWARD]), ONE, NO)
+    assert builder.add(obs(4), np.array([np.nan]), NO, NO) == 1  # no episode: it is not read
 
 
 def one_stream(n, chunk, *, stack=1, slots=4, **options):
@@ -317,13 +305,13 @@ def one_stream(n, chunk, *, stack=1, slots=4, **options):
         return {"obs": np.full(shape, value, np.uint8)}
 
     def step(value):
-        assert builder.add(ONE, np.zeros(1, np.int64), obs(value), np.ones(1)) == 1
+        assert builder.add(obs(value), np.ones(1), NO, NO) == 1
         return [int(store.header_rows[slot, COUNT]) for slot in builder.take_closed()]
 
     return store, builder, obs, step
 
 
-ONE = np.ones(1, bool)
+ONE, NO = np.ones(1, bool), np.zeros(1, bool)
 
 
 def test_a_chunk_with_a_row_is_closed_when_it_is_of_age():
@@ -336,7 +324,7 @@ def test_a_chunk_with_a_row_is_closed_when_it_is_of_age():
 def test_a_step_after_the_end_of_an_episode_is_left_out_until_the_next_begins():
     store, builder, obs, step = one_stream(n=1, chunk=8)
     builder.begin(ONE, obs(1))
-    builder.add(ONE, np.array([END]), obs(2), np.ones(1))
+    builder.add(obs(2), np.ones(1), NO, ONE)
     step(3)
     assert len(builder.last_completed()[0]) == 0
     builder.begin(ONE, obs(4))
@@ -386,8 +374,7 @@ def test_episodes_of_every_length_end_in_a_terminal_transition(length):
         builder.begin(mask, {"obs": rng.random((1, 1), np.float32)})
         for step in range(length):
             last = step == length - 1
-            flags = np.array([(CUT | END) * last], np.int64)
-            builder.add(mask, flags, {"obs": rng.random((1, 1), np.float32)}, np.ones(1))
+            builder.add({"obs": rng.random((1, 1), np.float32)}, np.ones(1), np.array([last]), NO)
     builder.flush()
     rows, terminal = 0, 0
     for slot in builder.take_closed():

@@ -60,10 +60,14 @@ def test_texts_of_objects_say_what_is_in_them():
     assert batch.endswith("weights float32 (), keys int64 (), indices int64 ()>")
 
 
-def test_help_of_the_package_begins_with_what_it_is_for():
-    first, *_ = zapex.__doc__.split("\n\n")
-    assert "training runs" in first
-    assert zapex.__doc__.index("replay.sample") < zapex.__doc__.index("where things live")
+def test_dir_and_help_of_the_package_show_its_public_names():
+    public = {name for name in dir(zapex) if not name.startswith("_")}
+    assert public == {*zapex.__all__, "errors"} - {"__version__"}
+    for name in public:
+        assert getattr(zapex, name).__doc__
+    text = pydoc.render_doc(zapex, renderer=pydoc.plaintext)
+    assert text.index("training runs") < text.index("class PrioritizedReplay")
+    assert "update_priorities(" in text
 
 
 @pytest.mark.parametrize("place", ["owner", "handle"])
@@ -152,6 +156,14 @@ def test_the_mode_of_an_environment_is_its_own_whatever_its_shared_metadata_says
     del envs.autoreset_mode
     with pytest.raises(ConfigError, match="has no autoreset_mode"):
         replay.writer(2, given)
+    envs.close()
+
+
+def test_environments_that_report_lost_lives_as_terminated_are_refused():
+    envs = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+    envs.spec.kwargs["life_loss_info"] = True  # as ALE's have it
+    with pytest.raises(ConfigError, match=r"life_loss_info.* cut="):
+        PrioritizedReplay(1000, PLAIN, seed=0).writer(2, envs)
     envs.close()
 
 

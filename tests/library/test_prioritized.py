@@ -60,6 +60,31 @@ def test_rows_that_come_together_see_the_priorities_before_them():
     np.testing.assert_allclose(leaves, (np.array([1.0, 5.0, 5.0, 2.0]) + 1e-6) ** 0.6)
 
 
+def test_an_outlier_is_forgotten_when_the_memory_has_filled_twice():
+    replay = new_replay(32, alpha=1.0, eps=0.0)
+    keys = put(replay, [1.0] * 4)
+    replay.update_priorities(keys, [1e9] * 4)
+    for _ in range(15):
+        assert leaves_of(replay, put(replay, [-1.0, 2.0, 3.0, 2.0]))[0] == 1e9
+        replay.core.make_room()
+        replay.core.ledger.release(0)
+    put(replay, [2.0] * 4)
+    np.testing.assert_array_equal(
+        leaves_of(replay, put(replay, [-1.0, 1.0, -1.0])), [3.0, 1.0, 3.0]
+    )
+
+
+def test_new_transitions_stay_alike_while_no_priority_is_given():
+    replay = new_replay(32, alpha=1.0, eps=0.0)
+    for largest in (1.0, 3.0):
+        for _ in range(40):
+            keys = put(replay, [-1.0] * 4)
+            replay.core.make_room()
+            replay.core.ledger.release(0)
+        np.testing.assert_array_equal(leaves_of(replay, keys), [largest] * 4)
+        replay.update_priorities(keys, [3.0] * 4)
+
+
 def test_a_transition_without_a_priority_gets_the_largest_so_far():
     replay = new_replay(alpha=1.0, eps=0.0)
     np.testing.assert_array_equal(leaves_of(replay, put(replay, [-1.0, -1.0])), [1.0, 1.0])

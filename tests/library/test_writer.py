@@ -6,12 +6,19 @@ import warnings
 import numpy as np
 import pytest
 
+import zapex
 from tests.chunks.test_builder import Game
 from tests.support.keys import indices_of
 from tests.support.naive import NaiveNStep
 from zapex.chunks.layout import COUNT
 from zapex.chunks.schema import Column, Schema
-from zapex.errors import ConfigError, InvalidPriority, ReplayError, SchemaError
+from zapex.errors import (
+    ConfigError,
+    InvalidPriority,
+    NotEnoughData,
+    ReplayError,
+    SchemaError,
+)
 from zapex.library.prioritized import PrioritizedReplay
 
 GAMMA = 0.9
@@ -295,6 +302,60 @@ def test_samples_per_insert_holds_each_side_until_the_other_has_come():
     while replay.can_sample(4):
         replay.sample(4)
     assert (replay.core.sampled, replay.core.inserted) == (20, 14)
+
+
+def whole_rows(count):
+    obs = np.zeros((count, 2, 3, 2), np.uint8)
+    return {
+        "obs": obs, "next_obs": obs, "action": np.zeros(count, np.int64),
+        "mask": np.zeros((count, 2), np.float32), "reward": np.zeros(count),
+        "terminated": np.zeros(count, bool),
+    }  # fmt: skip
+
+
+def test_the_tolerance_fits_the_writers_and_batches_in_use():
+    replay = new_replay(n=3, capacity=4096, chunk=4, samples_per_insert=8.0)
+    obs, step = first_and_step(256)
+    writer = replay.writer(256)
+    writer.reset(obs)
+    for _ in range(4):
+        writer.add(**step)
+    assert replay.can_sample(500)
+    assert len(replay.sample(500).keys) == 500
+    replay.extend(**whole_rows(2000))
+    assert len(replay) == 512 + 2000
+
+
+def test_a_tolerance_that_does_not_fit_is_named_by_the_call_that_needs_more():
+    replay = new_replay(n=3, capacity=4096, chunk=4, samples_per_insert=8.0, tolerance=1000)
+    with pytest.raises(ConfigError, match=r"tolerance=1000 .* 6145"):
+        replay.writer(256)
+    replay.writer(4)
+    with pytest.raises(ConfigError, match=r"tolerance=1000 .* 1096"):
+        replay.can_sample(1000)
+    with pytest.raises(ConfigError, match=r"tolerance=1000 .* 1601"):
+        replay.extend(**whole_rows(200))
+
+
+@pytest.mark.parametrize("place", ["owner", "handle"])
+def test_a_memory_that_short_episodes_fill_early_says_so_once(place):
+    replay = new_replay(n=1, capacity=2000, streams=1, min_size_to_sample=1900)
+    user = replay if place == "owner" else zapex.connect(replay.handle)
+    obs, step = first_and_step(2)
+    final = obs.copy()
+    final[:, 1] = 1
+    step |= {"terminated": np.ones(2, bool), "final_obs": final}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        writer = user.writer(2, "same_step")
+        writer.reset(obs)
+        for _ in range(1000):
+            writer.add(**step)
+    (text,) = (str(w.message) for w in caught if "capacity" in str(w.message))
+    assert "min_size_to_sample=1900" in text
+    with pytest.raises(NotEnoughData, match=r"1900 are needed.*set the capacity to"):
+        user.sample(4)
+    replay.close()
 
 
 def test_threads_that_write_sample_and_update_lose_nothing():

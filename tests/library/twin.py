@@ -124,12 +124,13 @@ class Game:
 class Twin:
     """Every transition that the replay was given and may still hold."""
 
-    def __init__(self, schema, alpha, eps):
-        self.schema, self.alpha, self.eps = schema, alpha, eps
+    def __init__(self, schema, alpha, eps, capacity):
+        self.schema, self.alpha, self.eps, self.capacity = schema, alpha, eps, capacity
         self.rows = {}  # by number: columns, return, discount
         self.leaves = {}
         self.sources = defaultdict(list)  # numbers in the order in which a stream completed them
-        self.largest = (1.0 + eps) ** alpha
+        self.given = []  # by row since the memory was full last: its leaf, or 0 if not given
+        self.last, self.raised = (1.0 + eps) ** alpha, 0.0
         self.next, self.gone = 0, 0
 
     def add(self, source, number, columns, reward, discount, leaf):
@@ -139,13 +140,20 @@ class Twin:
 
     def leaf(self, priority):
         """Of a new transition; None: no priority is given."""
-        if priority is None:
-            return self.largest
-        return self.raised((abs(priority) + self.eps) ** self.alpha)
-
-    def raised(self, leaf):
-        self.largest = max(self.largest, leaf)
+        since = max(self.given, default=0.0)
+        leaf = max(self.last, since, self.raised)
+        given = 0.0
+        if priority is not None:
+            leaf = given = (abs(priority) + self.eps) ** self.alpha
+        self.given.append(given)
+        since = max(since, given, self.raised)
+        if len(self.given) >= self.capacity and since > 0.0:
+            self.given, self.last, self.raised = [], since, 0.0
         return leaf
+
+    def update(self, number, priority):
+        leaf = self.leaves[number] = (abs(priority) + self.eps) ** self.alpha
+        self.raised = max(self.raised, leaf)
 
     def check(self, replay):
         """All that can be drawn is here, and nothing but the oldest of each stream is missing."""
@@ -194,7 +202,7 @@ class Player:
         self.play, self.name, self.streams = play, name, streams
         rng = self.rng = play.rng
         self.mode = MODES[rng.integers(3)]
-        self.given = rng.random() < 0.7
+        self.given = play.gives if play.gives is not None else rng.random() < 0.7
         self.writer = replay.writer(streams, self.mode)
         self.game = Game(rng, play.schema, streams)
         self.over = np.ones(streams, bool)
@@ -224,6 +232,7 @@ class Player:
             game.reset(i) if begun[i] else game.step(i)
         reward = np.where(begun, 0.0, rng.integers(-3, 4, streams))
         terminated, truncated = (~begun & (rng.random(streams) < self.end) for _ in range(2))
+        cut = rng.random(streams) < 0.05
         self.over = terminated | truncated
         last, final = game.seen(), None
         if self.mode == "same_step" and self.over.any():
@@ -240,7 +249,8 @@ class Player:
         priority = 0.1 + rng.random(streams)
         self.writer.add(
             reward=reward, next_obs=as_given(seen), terminated=terminated, truncated=truncated,
-            final_obs=final, priority=-priority if self.given else None, **steps,
+            cut=cut if rng.random() < 0.5 or cut.any() else None, final_obs=final,
+            priority=-priority if self.given else None, **steps,
         )  # fmt: skip
         for i, twin in enumerate(self.twins):
             if begun[i]:
@@ -248,8 +258,8 @@ class Player:
                 continue
             step = {name: array[i] for name, array in steps.items()}, priority[i]
             twin.add(
-                step, reward[i], self._row(i, last), bool(terminated[i]), bool(self.over[i]),
-                0.0, 0.0,
+                step, reward[i], self._row(i, last), bool(terminated[i] or cut[i]),
+                bool(self.over[i]), 0.0, 0.0,
             )  # fmt: skip
             if self.over[i] and self.mode == "same_step":
                 twin.begin(self._row(i, seen))
@@ -260,13 +270,13 @@ class Player:
     def _complete(self):
         if self.play.owner is not None:
             len(self.play.owner)  # takes in what clients told: the largest priority has an order
-        memory, largest = self.play.twin, self.play.twin.largest
+        memory = self.play.twin
         for i, twin in enumerate(self.twins):
             for obs, (step, priority), reward, discount, next_obs, _ in twin.transitions:
                 columns = {**{("obs", n): a for n, a in obs.items()},
                            **{("next_obs", n): a for n, a in next_obs.items()},
                            **{(n, n): a for n, a in step.items()}}  # fmt: skip
-                leaf = memory.leaf(priority) if self.given else largest
+                leaf = memory.leaf(priority if self.given else None)
                 source = f"{self.name} stream {i}"
                 memory.add(source, int(step[NUMBER]), columns, reward, discount, leaf)
             twin.transitions.clear()
@@ -280,7 +290,9 @@ class Play:
         self.place, self.folder = place, folder
         self.schema = schema = random_schema(rng)
         alpha, eps = float(rng.choice([0.0, 0.6, 1.0])), float(rng.choice([1e-6, 0.1]))
-        self.twin = Twin(schema, alpha, eps)
+        # Over a URL the rows of several streams come chunk by chunk, so the largest recent priority
+        # is known row by row only if all of them have a priority, or those of writers none.
+        self.gives = bool(rng.integers(2)) if place == "url" else None
         self.players, self.clients = [], []
         self.opened, self.names = contextlib.ExitStack(), 0
         shortest = max(schema.n_step, schema.stack)
@@ -295,6 +307,7 @@ class Play:
                 capacity, shuffled(rng, schema), alpha, eps, int(rng.integers(1 << 30)),
                 chunk=chunk, streams=4,
             )  # fmt: skip
+        self.twin = Twin(schema, alpha, eps, capacity)
         self.connect()
 
     def connect(self):
@@ -366,18 +379,19 @@ class Play:
         reward = rng.normal(size=count).astype(np.float32)
         terminated = rng.random(count) < 0.2
         follows = rng.random(count).astype(np.float32) if rng.random() < 0.3 else None
-        priorities = 0.1 + rng.random(count) if rng.random() < 0.6 else None
+        gives = rng.random() < 0.6 or self.gives
+        priorities = 0.1 + rng.random(count) if gives else None
         user.extend(
             obs=as_given(obs), next_obs=as_given(next_obs), reward=reward, terminated=terminated,
             discount=follows, priorities=priorities, **steps,
         )  # fmt: skip
         discount = np.where(terminated, 0.0, schema.gamma**n if follows is None else follows)
-        name, largest = f"extend of {self.users.index(user)}, {id(user)}", twin.largest
+        name = f"extend of {self.users.index(user)}, {id(user)}"
         for k in range(count):
             columns = {("obs", c): a[k] for c, a in obs.items()}
             columns |= {("next_obs", c): a[k] for c, a in next_obs.items()}
             columns |= {(c, c): a[k] for c, a in steps.items()}
-            leaf = largest if priorities is None else twin.leaf(priorities[k])
+            leaf = twin.leaf(None if priorities is None else priorities[k])
             twin.add(name, int(steps[NUMBER][k]), columns, reward[k], discount[k], leaf)
 
     def update(self):
@@ -390,7 +404,7 @@ class Play:
         applied, stale = user.update_priorities(batch.keys, -priorities)
         assert (applied, stale) == (len(batch.keys), 0)
         for number, priority in zip(batch[NUMBER].tolist(), priorities, strict=True):
-            twin.leaves[number] = twin.raised((priority + twin.eps) ** twin.alpha)
+            twin.update(number, priority)
 
     def snapshot(self):
         """A save, and the restored replay beside or in place of the present one."""

@@ -80,7 +80,7 @@ class Memory:
         )
         sink = self.host.experience_sink(0, 1)
         builder = ChunkBuilder(sink.store, STREAMS, actor=0, incarnation=1)
-        everyone, flags = np.ones(STREAMS, np.bool_), np.zeros(STREAMS, np.int64)
+        everyone, never = np.ones(STREAMS, np.bool_), np.zeros(STREAMS, np.bool_)
         obs = np.zeros((STREAMS, 2), np.float32)
         obs[:, 0] = np.arange(STREAMS)
 
@@ -103,7 +103,7 @@ class Memory:
             reward, error = obs[:, 0] + step % 7, rng.random(STREAMS)
             finish(
                 lambda reward=reward, error=error: builder.add(  # type: ignore[misc]
-                    everyone, flags, {"obs": obs}, reward.astype(np.float64), priority=error
+                    {"obs": obs}, reward.astype(np.float64), never, never, priority=error
                 )
             )
         while server.do_work():

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.arguments import column
 from zapex.chunks.layout import (
     ACTOR,
     COMMITTED,
@@ -58,14 +57,14 @@ NO_SLOT = -1
 NOT_GIVEN = np.float32(-1.0)  # in the priority column: the actor gave no priority
 
 BUILDER = writer_words(
-    "actor incarnation first_stream closed_state max_age step_bytes num_streams "
-    "sequence spares slotless closed completed "
+    "actor incarnation first_stream closed_state max_age finite_rewards step_bytes num_streams "
+    "sequence spares slotless closed completed ended "
     # The starts of the parts: arrays of words, then of bytes.
     "streams pending_frames pending_numbers gammas spare_slots closed_slots "
     "completed_indices completed_magnitudes "
     "staged pending_records overlaps"
 )
-STREAM_STATE = words(
+_STREAM_STATE = words(
     "slot rows frames pending limit age overlap in_episode "
     # The starts of the stream's own parts: frame numbers of s_tm1 of each pending step and of s_t,
     # (n + 1, stack); the numbers of the steps, (n, 3); their staged records; kept frames (bytes).
@@ -74,17 +73,13 @@ STREAM_STATE = words(
 REWARD, VALUE, PRIORITY = range(3)  # of a pending step: r_t, Q(s_tm1, a_tm1), |priority|
 STEP_NUMBERS = 3
 MOST_REWARD = float(np.finfo(np.float32).max) / 64  # 64: the largest n_step
-_STREAM_WORDS = count(STREAM_STATE)
+_STREAM_WORDS = count(_STREAM_STATE)
 _BYTES_AHEAD = 1024  # prefetched of the next stream's frame; the processor then sees the order
-
-# A step's flags.
-CUT = 1  # no bootstrap after this step: terminated, or a life lost
-END = 2  # the episode is over: terminated or truncated
 
 
 @kernel
 def _stream(w: Any, state: Any, i: int) -> Any:
-    return record_at(state, w.streams + i * _STREAM_WORDS, STREAM_STATE)
+    return record_at(state, w.streams + i * _STREAM_WORDS, _STREAM_STATE)
 
 
 @kernel
@@ -293,50 +288,55 @@ def _shift(done: int, w: Any, stream: Any, state: Any, reals: Any, private: Any)
 @kernel
 def add_kernel(
     start: int,
-    mask: Any,
-    flags: Any,
+    terminated: Any,
+    truncated: Any,
+    cut: Any,
     s_t: Any,
     r_t: Any,
-    value: Any,
-    next_value: Any,
+    values: Any,
     priority: Any,
     state: Any,
     mem: Any,
 ) -> int:
-    """Take one step of the streams in `mask`. Returns the stream that needs a slot, or S.
+    """Take one step of the streams that have an episode; see `ChunkBuilder.add`.
 
-    value: Q(s_tm1, a_tm1); next_value: max Q(s_t). An empty array means: not given. Without a given
-    `priority`, a transition's priority is |G + discount max Q(s_t) - Q(s_tm1, a_tm1)| (Horgan et
-    al. 2018).
+    An array without elements means: not given. Returns the stream that needs a slot, or S; or, if
+    the reward of stream i is refused, -1 - i, and nothing has changed.
     """
     w = record_at(state, 0, BUILDER)
+    streams: int = w.num_streams
     headers, mem16, mem32 = mem.view(np.int64), mem.view(np.uint16), mem.view(np.float32)
     reals, private = state.view(np.float64), state.view(np.uint8)
     if start == 0:
-        w.completed = 0
-    for i in range(start, len(mask)):
+        for i in range(streams if w.finite_rewards else 0):
+            if _stream(w, state, i).in_episode and not abs(r_t[i]) <= MOST_REWARD:
+                return -1 - i
+        w.completed = w.ended = 0
+    for i in range(start, streams):
         stream = _stream(w, state, i)
-        if not mask[i] or not stream.in_episode:
+        if not stream.in_episode:
             continue
-        if i + 1 < len(mask):
+        if i + 1 < streams:
             _prefetch(i + 1, s_t, w, state, mem)
+        over = terminated[i] or truncated[i]
+        no_bootstrap = terminated[i] or (len(cut) > 0 and cut[i])
         steps = stream.pending + 1
-        done: Any = steps if flags[i] else np.int64(steps == w.n_step)
+        done: Any = steps if over or no_bootstrap else np.int64(steps == w.n_step)
         if not _room(i, 1, done, w, stream, state, mem):
             return i
         step = stream.pending_numbers + stream.pending * STEP_NUMBERS
         reals[step + REWARD] = r_t[i]
-        reals[step + VALUE] = value[i] if len(value) else np.nan
+        reals[step + VALUE] = values[0, i] if values.shape[1] else np.nan
         reals[step + PRIORITY] = priority[i] if len(priority) else np.nan
         _take(i, s_t, w, stream, state, private, mem)
         body = w.bodies + stream.slot * w.body_bytes
         for q in range(done):
             m, step = steps - q, stream.pending_numbers + q * STEP_NUMBERS
             g = _n_step_return(step, m, w.gammas, reals)
-            discount = 0.0 if flags[i] & CUT else reals[w.gammas + m]
+            discount = 0.0 if no_bootstrap else reals[w.gammas + m]
             magnitude = reals[step + PRIORITY]
-            if np.isnan(magnitude) and len(next_value):
-                bootstrap = discount * next_value[i] if discount != 0.0 else 0.0
+            if np.isnan(magnitude) and values.shape[1]:
+                bootstrap = discount * values[1, i] if discount != 0.0 else 0.0
                 magnitude = g + bootstrap - reals[step + VALUE]
             magnitude = np.float64(NOT_GIVEN) if np.isnan(magnitude) else abs(magnitude)
             _emit(q, m, w, stream, state, private, mem, mem16)
@@ -349,48 +349,14 @@ def add_kernel(
         store_release(headers, stream.slot * HEADER_WORDS + COUNT, stream.rows)
         if done:
             _shift(done, w, stream, state, reals, private)
-        if flags[i] & END:
+        if over:
             stream.in_episode = 0
+            w.ended += 1
         stream.age += 1
         aged = 0 < w.max_age <= stream.age
         if stream.rows >= stream.limit or (aged and stream.rows > 0):
             _close(i, w, stream, state, mem)
-    return len(mask)
-
-
-@kernel
-def step_kernel(
-    start: int,
-    terminated: Any,
-    truncated: Any,
-    over: Any,
-    ends: Any,
-    s_t: Any,
-    r_t: Any,
-    priority: Any,
-    state: Any,
-    mem: Any,
-) -> tuple[int, bool]:
-    """`add_kernel` for a step of a vector environment, for the streams that are not `over`.
-
-    ends (S,) is written: which episodes are over after the step. Also returns whether any is. If
-    the reward of stream i is no number, or its return could be none: -1 - i, and no change.
-    """
-    streams = len(over)
-    for i in range(streams):
-        if not over[i] and not abs(r_t[i]) <= MOST_REWARD:
-            return -1 - i, False
-    mask, flags = np.empty(streams, np.bool_), np.empty(streams, np.int64)
-    some = False
-    for i in range(streams):
-        end = terminated[i] | truncated[i]
-        flags[i] = terminated[i] * CUT + end * END
-        mask[i] = not over[i]
-        ends[i] = end and mask[i]
-        some |= ends[i]
-    none = priority[:0]
-    done = add_kernel(start, mask, flags, s_t, r_t, none, none, priority, state, mem)
-    return done, some
+    return streams
 
 
 @kernel
@@ -405,8 +371,11 @@ def flush_kernel(state: Any, mem: Any) -> None:
 
 _BYTE = np.dtype(np.uint8)
 _NO_SLOTS = np.empty(0, np.int64)
-NOTHING = np.empty(0)  # in place of one number for each stream: not given
-_SPARES, _SLOTLESS, _CLOSED, _COMPLETED = places(BUILDER, "spares slotless closed completed")
+# Not given.
+_NO_FLAGS, _NO_VALUES, _NO_PRIORITY = np.empty(0, np.bool_), np.empty((2, 0)), np.empty(0)
+_SPARES, _SLOTLESS, _CLOSED, _COMPLETED, _ENDED = places(
+    BUILDER, "spares slotless closed completed ended"
+)
 
 
 def flat_observations(
@@ -421,8 +390,8 @@ def flat_observations(
 
 
 def _new_streams(streams: int, n_step: int, chunk: int, stagger: bool) -> NDArray[Any]:
-    """(S,) STREAM_STATE without slots. `stagger` makes the first chunks shorter."""
-    new = np.zeros(streams, STREAM_STATE)
+    """(S,) _STREAM_STATE without slots. `stagger` makes the first chunks shorter."""
+    new = np.zeros(streams, _STREAM_STATE)
     new["slot"] = NO_SLOT
     new["limit"] = chunk
     if stagger:  # streams that start together commit at different times
@@ -437,12 +406,15 @@ class ChunkBuilder:
     The caller's loop:
 
         builder.begin(mask, obs)                       # first observations
-        while builder.add(mask, flags, ...) < S:       # no slot left in the middle of a step
+        while builder.add(next_obs, reward, ...) < S:  # no slot left in the middle of a step
             builder.provide(slots)                     # give more slots; add() then continues
         for slot in builder.take_closed(): ...         # committed slots: send them to the replay
 
+    Observations are dicts by column name, of the schema's dtypes and shapes, which the caller
+    checks.
+
     closed_state: the state of a closed slot: COMMITTED if the replay is in another process, LIVE
-    if it is in this one.
+    if it is in this one. finite_rewards: refuse rewards whose return might be no finite float32.
     """
 
     def __init__(
@@ -455,6 +427,7 @@ class ChunkBuilder:
         first_stream: int = 0,
         max_chunk_age_steps: int = 0,
         closed_state: int = COMMITTED,
+        finite_rewards: bool = False,
         stagger: bool = True,
     ) -> None:
         schema = store.layout.schema
@@ -470,6 +443,7 @@ class ChunkBuilder:
             "first_stream": first_stream,
             "closed_state": closed_state,
             "max_age": max_chunk_age_steps,
+            "finite_rewards": finite_rewards,
             "step_bytes": step_bytes,
             "num_streams": s,
             "slotless": s,
@@ -499,7 +473,7 @@ class ChunkBuilder:
             start, share = self._state.item(*places(BUILDER, part)), parts[part].size // s
             streams[own] = start + np.arange(s) * share
         self.staged = views["staged"].view(schema.step_dtype)
-        self._stream_slots = streams["slot"]
+        self._stream_slots, self._in_episode = streams["slot"], streams["in_episode"]
         self._spares, self._closed = views["spare_slots"], views["closed_slots"]
         self._completed = views["completed_indices"], views["completed_magnitudes"]
         self._mem = store.mem
@@ -529,72 +503,53 @@ class ChunkBuilder:
         Returns S when done. Returns less if a slot is missing: provide slots and call again.
         """
         self._check_taken()
-        flat = self._flat(obs)
+        flat = flat_observations(self.schema, obs)
         begun = begin_kernel(self._begun, mask, flat, self._state, self._mem)
         self._begun = begun % self.num_streams
         return begun
 
     def add(
         self,
-        mask: NDArray[np.bool_],
-        flags: NDArray[np.int64],
         next_obs: dict[str, NDArray[Any]],
         reward: NDArray[np.float64],
-        *,
-        value: NDArray[np.float64] | None = None,
-        next_value: NDArray[np.float64] | None = None,
-        priority: NDArray[np.float64] | None = None,
-    ) -> int:
-        """Take one step of the streams in `mask`; `staged` holds its action and extra columns.
-
-        flags (S,): CUT and END. value, next_value (S,): Q(s, a) and max Q(s') from the actor's own
-        forward pass. They give the initial priority |R + discount * max Q(s') - Q(s, a)|, unless
-        `priority` (S,) gives it. NaN means that there is no value.
-
-        Returns S when done. Returns less if a slot is missing: provide slots and call again.
-        """
-        self._check_taken()
-        flat = self._flat(next_obs)
-        added = add_kernel(
-            self._added,
-            mask,
-            flags,
-            flat,
-            reward,
-            NOTHING if value is None else value,
-            NOTHING if next_value is None else next_value,
-            NOTHING if priority is None else priority,
-            self._state,
-            self._mem,
-        )
-        self._added = added % self.num_streams
-        return added
-
-    def step(
-        self,
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
-        over: NDArray[np.bool_],
-        ends: NDArray[np.bool_],
-        next_obs: tuple[NDArray[np.uint8], ...],
-        reward: NDArray[np.float64],
-        priority: NDArray[np.float64] | None,
-    ) -> tuple[int, bool]:
-        """`add` for a step of a vector environment, for the streams that are not `over` (S,).
+        *,
+        cut: NDArray[np.bool_] | None = None,
+        values: NDArray[np.float64] | None = None,
+        priority: NDArray[np.float64] | None = None,
+    ) -> int:
+        """Take one step of the streams that have an episode; the others' values are not read.
 
-        next_obs: the result of `flat_observations`. ends (S,) is written: which episodes are over
-        after the step. Returns what `add` returns, and whether any episode is over.
+        `staged` holds the step's action and extra columns.
+
+        Args:
+            next_obs: observations after the step.
+            reward: (S,).
+            terminated: (S,) the episode is over, without a bootstrap.
+            truncated: (S,) the episode is over, with a bootstrap from its last observation.
+            cut: (S,) no bootstrap after this step, but the episode continues: a life is lost.
+            values: (2, S), Q(s_tm1, a_tm1) and max Q(s_t) from the actor's own forward pass, NaN:
+                not known. Without `priority` they give the transition's: |G + discount max Q(s_t) -
+                Q(s_tm1, a_tm1)| (Horgan et al. 2018).
+            priority: (S,) |TD errors| of the transitions that start with this step.
+
+        Returns:
+            S when done. Less if a slot is missing: provide slots and call again.
+
+        Raises:
+            ConfigError: with `finite_rewards`, a reward is refused; nothing was added.
         """
         self._check_taken()
-        added, some = step_kernel(
+        added = add_kernel(
             self._added,
             terminated,
             truncated,
-            over,
-            ends,
-            next_obs,
+            _NO_FLAGS if cut is None else cut,
+            flat_observations(self.schema, next_obs),
             reward,
-            NOTHING if priority is None else priority,
+            _NO_VALUES if values is None else values,
+            _NO_PRIORITY if priority is None else priority,
             self._state,
             self._mem,
         )
@@ -605,7 +560,18 @@ class ChunkBuilder:
                 "nothing was added"
             )
         self._added = added % self.num_streams
-        return added, some
+        return added
+
+    @property
+    def ended(self) -> int:
+        """How many episodes ended in the last step."""
+        count: int = self._state.item(_ENDED)
+        return count
+
+    def idle(self) -> NDArray[np.bool_]:
+        """(S,) which streams have no episode."""
+        found: NDArray[np.bool_] = self._in_episode == 0
+        return found
 
     def flush(self) -> None:
         """Close each chunk that has a transition. Steps without an n-step return stay pending."""
@@ -633,14 +599,6 @@ class ChunkBuilder:
         """The slots of this builder: the open ones and the spare ones."""
         slots = self._stream_slots
         return np.concatenate([slots[slots != NO_SLOT], self._spares[: self.spares]])
-
-    def _flat(self, obs: dict[str, NDArray[Any]]) -> tuple[NDArray[np.uint8], ...]:
-        """`flat_observations`, checked. Raises SchemaError for a wrong shape or dtype."""
-        checked = {
-            name: column(obs[name], c.dtype, (self.num_streams, *c.value_shape), name)
-            for name, c in self.schema.obs_columns.items()
-        }
-        return flat_observations(self.schema, checked)
 
     def _check_taken(self) -> None:
         closed = self._state.item(_CLOSED)

@@ -99,7 +99,7 @@ class ReplayConfig(SettingsGroup):
     """Exponent of importance weights: (N q)^-beta."""
     initial_priority: Literal["actor", "max"] = "actor"
     """Priority of a new transition. actor: the TD error of the actor's own values (Ape-X). max: the
-    largest so far."""
+    largest recent one."""
     priority_eps: float = setting(1e-6, above=0.0)
     """Added to each |priority|, so that every transition can be drawn."""
     n_step: int = setting(3, low=1, high=64)

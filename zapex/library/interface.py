@@ -187,7 +187,8 @@ class ReplayInterface:
             truncated: (B,) bool, accepted and checked; these rows bootstrap from next_obs like
                 others.
             discount: (B,) factors of the bootstrap; None is gamma ** n_step.
-            priorities: (B,) TD errors; the sign is ignored. None is the largest priority so far.
+            priorities: (B,) TD errors; the sign is ignored. None is the largest recent one:
+                of those given while the memory filled last, and since then.
             **extras: (B, ...), the schema's extra columns by name.
 
         Returns:
@@ -373,6 +374,11 @@ def _mode_of(envs: Any, num_envs: int) -> Any:
     """The autoreset mode that a vector environment has itself. Its metadata may be shared."""
     if getattr(envs, "num_envs", num_envs) != num_envs:
         raise ConfigError(f"num_envs is {num_envs}, and the environment has {envs.num_envs}")
+    if getattr(getattr(envs, "spec", None), "kwargs", {}).get("life_loss_info"):
+        raise ConfigError(
+            "life_loss_info=True reports lost lives as terminated, and the writer would skip the "
+            'next step: turn it off, and give add cut= where info["lives"] falls'
+        )
     while not hasattr(envs, "autoreset_mode"):
         if not hasattr(envs, "env"):
             raise ConfigError(

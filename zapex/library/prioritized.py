@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -78,14 +81,12 @@ class OwnedReplay(ReplayCore):
         self.samples_per_insert, self.tolerance = samples_per_insert, tolerance
         self._limiter: RateLimiter | None = None
         if samples_per_insert:
-            tolerance = tolerance or int(np.ceil(1024 * (1 + samples_per_insert)))
-            insert = max(1, int(tolerance / 2 / samples_per_insert))
             limits = LimiterConfig(
                 samples_per_insert=samples_per_insert,
                 min_size_to_sample=min_size_to_sample,
-                tolerance=tolerance,
-                grant=insert,
-                batch=max(1, int(tolerance - samples_per_insert * insert)),
+                tolerance=tolerance or math.ceil(1024 * (1 + samples_per_insert)),
+                grant=1,
+                batch=1,
                 capacity=layout.capacity,
             )
             self._limiter = RateLimiter(limits, committed=len(self))
@@ -100,8 +101,8 @@ class OwnedReplay(ReplayCore):
         """Whether a batch of this size could be drawn at once."""
         with self.lock:
             self.catch_up()
-            enough = len(self) >= max(batch_size, self.min_size_to_sample)
-            return enough and (self._limiter is None or self._limiter.can_sample(batch_size))
+            allowed = not self.sample_waits(batch_size)
+            return allowed and len(self) >= max(batch_size, self.min_size_to_sample)
 
     def stats(self) -> dict[str, float]:
         """Counters by name. See ReplayInterface.stats."""
@@ -134,9 +135,8 @@ class OwnedReplay(ReplayCore):
         rows = batch.layout.batch_size
         with self.lock:
             self.catch_up()
-            limiter = self._limiter
-            if limiter is not None:
-                self._wait_until(lambda: limiter.can_sample(rows), NotEnoughData)
+            if self._limiter is not None:
+                self._wait_while(lambda: self.sample_waits(rows), NotEnoughData)
             self.demand(rows)
             draw = self.draw(rows, method, with_smallest=by_memory)
             draw.gather(self.store, batch, beta, by_memory=by_memory)
@@ -182,6 +182,7 @@ class OwnedReplay(ReplayCore):
                 f"more than half of the capacity of {self.layout.capacity}: give the replay "
                 f"streams={wanted} for shorter chunks, raise capacity, or close() unused writers"
             )
+        self.insert_waits(streams * self.layout.schema.n_step)  # the tolerance fits such steps
         self._streams = wanted
 
     def release_streams(self, streams: int, slots: NDArray[np.int64]) -> None:
@@ -191,9 +192,8 @@ class OwnedReplay(ReplayCore):
 
     def admit(self, rows: int) -> None:
         """Wait until the limiter admits `rows` transitions. Raises ReplayError at the deadline."""
-        limiter = self._limiter
-        if limiter is not None:
-            self._wait_until(lambda: limiter.can_insert(rows), ReplayError)
+        if self._limiter is not None:
+            self._wait_while(lambda: self.insert_waits(rows), ReplayError)
 
     def open_slot(self, *, elsewhere: bool = False) -> int:
         """Get a slot to fill, here or elsewhere. If none is free, evict the oldest chunk."""
@@ -273,15 +273,43 @@ class OwnedReplay(ReplayCore):
         self.ledger.close(slot)
         return self.store.headers.item(slot * HEADER_WORDS + COUNT)
 
+    # The limiter.
+
     def insert_waits(self, rows: int) -> str:
-        """Why the limiter does not admit `rows` transitions now; "": it does."""
+        """Why the limiter does not admit `rows` transitions now; "": it does.
+
+        Raises ConfigError: the given tolerance is too small for so many at once.
+        """
         limiter = self._limiter
-        return "" if limiter is None or limiter.can_insert(rows) else limiter.explain()
+        if limiter is None:
+            return ""
+        self._fit_tolerance(limiter, grant=rows)
+        return "" if limiter.can_insert(rows) else limiter.explain()
 
     def sample_waits(self, batch_size: int) -> str:
-        """Why the limiter does not allow a batch of this size now; "": it does."""
+        """Why the limiter does not allow a batch of this size now; "": it does.
+
+        Raises ConfigError: the given tolerance is too small for so many at once.
+        """
         limiter = self._limiter
-        return "" if limiter is None or limiter.can_sample(batch_size) else limiter.explain()
+        if limiter is None:
+            return ""
+        self._fit_tolerance(limiter, batch=batch_size)
+        return "" if limiter.can_sample(batch_size) else limiter.explain()
+
+    def _fit_tolerance(self, limiter: RateLimiter, grant: int = 0, batch: int = 0) -> None:
+        """Take note of the largest grant and batch; without a given tolerance, enlarge it."""
+        known = limiter.config
+        if grant <= known.grant and batch <= known.batch:
+            return
+        grant, batch = max(grant, known.grant), max(batch, known.batch)
+        least = math.ceil(Fraction(self.samples_per_insert) * grant) + batch
+        tolerance = self.tolerance or max(known.tolerance, 2 * least)
+        limiter.config = replace(known, grant=grant, batch=batch, tolerance=tolerance)
+
+    def _wait_while(self, waits: Callable[[], str], error: type[ReplayError]) -> None:
+        if not self._changed.wait_for(lambda: not waits(), self.timeout_s):
+            raise error(f"after {self.timeout_s:g} s: {waits()}")
 
     def _share(self) -> Segment:
         """Move the memory into a segment, at the same addresses."""
@@ -300,11 +328,6 @@ class OwnedReplay(ReplayCore):
         super().take_over(leaves, facts)
         if self._limiter is not None:
             self._limiter = RateLimiter(self._limiter.config, committed=len(self))
-
-    def _wait_until(self, ready: Callable[[], bool], error: type[ReplayError]) -> None:
-        assert self._limiter is not None
-        if not self._changed.wait_for(ready, self.timeout_s):
-            raise error(f"after {self.timeout_s:g} s: {self._limiter.explain()}")
 
 
 _OWNED: weakref.WeakSet[OwnedReplay] = weakref.WeakSet()
@@ -359,7 +382,9 @@ class PrioritizedReplay(ReplayInterface):
         samples_per_insert: how often a transition is drawn on average; 0 sets no limit. The side
             that is ahead by more than `tolerance` waits for the other, at most `timeout_s`. With
             one thread, call `can_sample` first.
-        tolerance: of samples_per_insert, in samples; 0: chosen automatically.
+        tolerance: of samples_per_insert, in samples; 0: fits the writers and batches in use. It
+            must be at least the samples for one insert (the streams of a writer x n_step, or the
+            rows of an `extend`) plus one batch.
         timeout_s: how long a call waits for the limiter, in seconds.
         shard: 0 to 127, part of every key; it distinguishes several replays.
         buffer: uint8 memory to use, aligned to a cache line, zero when new; transitions in it are

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zapex.chunks.arguments import BOOL, FLOAT64, column, magnitudes, observations, stage
-from zapex.chunks.builder import ChunkBuilder, flat_observations
+from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import LIVE
 from zapex.errors import ReplayError, SchemaError
 
@@ -22,7 +23,8 @@ _STACK_CHECKS = 32  # steps in which a stack must have moved, at each of its pla
 _LOOK_AGAIN_STEPS = 1024  # after these, one step is checked again
 _OTHER_MODE = (
     'autoreset="next_step" skips that step. Do the environments reset in the step of the end? '
-    "Make the writer with writer(num_envs, autoreset=envs)"
+    "Make the writer with writer(num_envs, autoreset=envs). Is a lost life reported as terminated? "
+    "Report it as cut"
 )
 _SAME_FINALS = 4  # episodes that end in their successor's first observation, before a warning
 
@@ -61,11 +63,8 @@ class Writer:
         self.num_envs, self.autoreset = num_envs, autoreset
         self._replay = replay
         self._schema = replay.layout.schema
-        self._builder = ChunkBuilder(replay.store, num_envs, closed_state=LIVE)
-        # True: the stream has no episode. Its next observation or a reset begins one.
-        self._over = np.ones(num_envs, np.bool_)
-        self._any_over = True
-        self._ends = np.zeros(num_envs, np.bool_)
+        self._builder = ChunkBuilder(replay.store, num_envs, closed_state=LIVE, finite_rewards=True)
+        self._any_idle = True  # some stream has no episode
         self._ever_begun = self._closed = False
         # Steps until stacks are checked, 0: in this one; and by column how often they have moved.
         self._check_in = 0
@@ -102,8 +101,7 @@ class Writer:
         with self._replay.lock:
             self._demand_open()
             self._begin(wanted, found)
-            self._over &= ~wanted
-            self._any_over = bool(self._over.any())
+            self._any_idle = bool(self._builder.idle().any())
             self._ever_begun = True
             if self._moved:
                 self._remember(found, wanted)
@@ -116,6 +114,7 @@ class Writer:
         next_obs: Any,
         terminated: ArrayLike,
         truncated: ArrayLike,
+        cut: ArrayLike | None = None,
         priority: ArrayLike | None = None,
         final_obs: Any = None,
         **extras: ArrayLike,
@@ -130,8 +129,11 @@ class Writer:
             terminated: (S,) bool, the episode ended in a terminal state: no bootstrap.
             truncated: (S,) bool, the episode was cut: the transition bootstraps from its last
                 state.
+            cut: (S,) bool, the return ends here without a bootstrap, but the episode continues, as
+                after a lost life. Don't report these steps as terminated: then the next one would
+                be taken for a reset, and skipped.
             priority: (S,) TD errors of the transitions that start with this step; the sign is
-                ignored. None gives them the largest priority so far.
+                ignored. None gives them the largest recent priority, as in `extend`.
             final_obs: `info["final_obs"]` with autoreset="same_step": the last observation of each
                 episode that ends here, as an array, a dict, or an object array by stream.
             **extras: (S, ...), the schema's extra columns by name.
@@ -149,22 +151,26 @@ class Writer:
         terminals = column(terminated, BOOL, shape, "terminated")
         truncations = column(truncated, BOOL, shape, "truncated")
         rewards = column(reward, FLOAT64, shape, "reward")
+        cuts = None if cut is None else column(cut, BOOL, shape, "cut")
         given = None if priority is None else magnitudes(priority, streams)
         with replay.lock:
             self._demand_open()
             stage(self._schema, action, extras, builder.staged)
-            over, ends, same_step = self._over, self._ends, self.autoreset == "same_step"
-            last = self._last_of_step(found, rewards, terminals, truncations, final_obs)
+            # Streams that this step gives the first observation of their next episode.
+            begins = builder.idle() if self._any_idle else None
+            last = self._last_of_step(begins, found, rewards, terminals, truncations, final_obs)
             replay.admit(streams * self._schema.n_step)
-            flat = flat_observations(self._schema, last)
             if builder.wanted > 0:  # provide the slots now: then the step is one call
                 builder.provide([replay.open_slot() for _ in range(builder.wanted)])
-            some = self._build(terminals, truncations, flat, rewards, given)
-            begins, any_begin = (ends, some) if same_step else (over, self._any_over)
-            if any_begin:
+            self._noted = 0
+            self._write(
+                lambda: builder.add(last, rewards, terminals, truncations, cut=cuts, priority=given)
+            )
+            self._any_idle = builder.ended > 0
+            if self._any_idle and self.autoreset == "same_step":
+                begins, self._any_idle = builder.idle(), False
+            if begins is not None:
                 self._begin(begins, found)
-            if not same_step:
-                self._over, self._ends, self._any_over = ends, over, some
             if self._moved:
                 self._check_in -= self._check_in > 0
                 if self._check_in == 0:
@@ -200,16 +206,20 @@ class Writer:
 
     def _last_of_step(
         self,
+        idle: NDArray[np.bool_] | None,
         found: dict[str, NDArray[Any]],
         rewards: NDArray[np.float64],
         terminals: NDArray[np.bool_],
         truncations: NDArray[np.bool_],
         final_obs: Any,
     ) -> dict[str, NDArray[Any]]:
-        """The last observations of this step in its own episodes, checked. It changes nothing."""
-        if self._any_over and (self.autoreset != "next_step" or not self._ever_begun):
+        """The last observations of this step in its own episodes, checked. It changes nothing.
+
+        idle: the streams that have no episode; None: all have one.
+        """
+        if idle is not None and (self.autoreset != "next_step" or not self._ever_begun):
             raise ReplayError(
-                f"the episode of stream {int(self._over.argmax())} is over or never began: give "
+                f"the episode of stream {int(idle.argmax())} is over or never began: give "
                 "its first observation with reset(obs, mask)"
             )
         if final_obs is not None and self.autoreset != "same_step":
@@ -217,45 +227,38 @@ class Writer:
                 'final_obs is of environments with autoreset="same_step", and this writer has '
                 f'"{self.autoreset}": make it with writer(num_envs, autoreset=envs)'
             )
-        if self._any_over:
-            self._check_mode(rewards, terminals | truncations)
+        if idle is not None:
+            self._check_mode(rewards[idle], (terminals | truncations)[idle])
         last = found
         if self.autoreset == "same_step" and (terminals.any() or truncations.any()):
             last = self._with_final(found, terminals | truncations, final_obs)
         if self._moved and self._check_in == 0:
-            self._check_stacks(~self._over, last)
+            self._check_stacks(slice(None) if idle is None else ~idle, last)
         return last
 
     def _check_mode(self, rewards: NDArray[np.float64], ends: NDArray[np.bool_]) -> None:
         """Refuse a skipped step that ends an episode; warn of one with a reward, once."""
-        if ends[self._over].any():
+        if ends.any():
             raise ReplayError(f"the step after the end of an episode ends one: {_OTHER_MODE}")
-        if self._may_warn and rewards[self._over].any():
+        if self._may_warn and rewards.any():
             self._may_warn = False
             warnings.warn(
                 f"the step after the end of an episode has a reward: {_OTHER_MODE}", stacklevel=4
             )
 
-    def _build(self, terminals: Any, truncations: Any, *columns: Any) -> bool:
-        """Let the builder add a step, slot by slot. Returns whether an episode ended."""
-        builder, over, ends = self._builder, self._over, self._ends
-        self._noted = 0
-        while True:
-            done, some = builder.step(terminals, truncations, over, ends, *columns)
+    def _write(self, write: Callable[[], int]) -> None:
+        """Let the builder write for all streams, with another slot whenever it needs one."""
+        while write() < self.num_envs:
             self._hand_over()  # before the next slot, which may evict a chunk that is closed here
-            if done == self.num_envs:
-                return some
-            builder.provide([self._replay.open_slot()])
+            self._builder.provide([self._replay.open_slot()])
+        self._hand_over()
+
+    def _begin(self, mask: NDArray[np.bool_], obs: dict[str, NDArray[Any]]) -> None:
+        self._write(lambda: self._builder.begin(mask, obs))
 
     def _demand_open(self) -> None:
         if self._closed:
             raise ReplayError("this writer is closed: ask the replay for another")
-
-    def _begin(self, mask: NDArray[np.bool_], obs: dict[str, NDArray[Any]]) -> None:
-        while self._builder.begin(mask, obs) < self.num_envs:
-            self._hand_over()
-            self._builder.provide([self._replay.open_slot()])
-        self._hand_over()
 
     def _hand_over(self) -> None:
         """Announce completed transitions, which can then be drawn, and full chunks."""
@@ -312,7 +315,9 @@ class Writer:
             before = self._last.setdefault(name, array.copy())
             before[mask] = array[mask]
 
-    def _check_stacks(self, playing: NDArray[np.bool_], found: dict[str, NDArray[Any]]) -> None:
+    def _check_stacks(
+        self, playing: NDArray[np.bool_] | slice, found: dict[str, NDArray[Any]]
+    ) -> None:
         """Check that a stack is the previous one shifted by a frame: frames are stored once.
 
         Only a frame that differs from its successor is evidence: pictures that stand still are

@@ -1,6 +1,8 @@
 """The core of a replay: slots, priorities and keys in one block of memory."""
 
 import threading
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,11 +21,14 @@ from zapex.replay.draw import METHODS, Draw, draw_kernel
 from zapex.replay.priorities import (
     NOT_A_KEY,
     REFUSED,
+    RecentLargest,
     forget_kernel,
     prioritise_kernel,
     reprioritise_kernel,
 )
 from zapex.sumtree_numba import Method, SumTree
+
+_WELL_BELOW = 0.9  # of the capacity: that a memory is full with so few is worth a warning
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,11 @@ class ReplayCore:
         self.inserted = self.sampled = self.updates_applied = self.updates_stale = 0
         self.evicted = 0  # transitions, by this process
         self.lock = threading.RLock()
-        # The leaf of a transition without a priority.
-        self._largest_leaf = float(self.tree.leaves.max()) or (1.0 + self.eps) ** self.alpha
+        # Gets the warning about a capacity that is not reached, once.
+        self.warn: Callable[[str], object] = warnings.warn
+        self._may_warn = True
+        largest = float(self.tree.leaves.max()) or (1.0 + self.eps) ** self.alpha
+        self._recent: RecentLargest = largest, 0.0, 0
         self._slots = self.store.headers, layout.chunk, shard  # for keys of indices
 
     def facts(self) -> dict[str, Any]:
@@ -123,7 +131,9 @@ class ReplayCore:
             "schema": self.layout.schema.describe(),
             **{name: getattr(self.layout, name) for name in ("capacity", "streams", "chunk")},
             **{name: getattr(self, name) for name in self._SETTINGS},
-            "largest_leaf": self._largest_leaf,
+            "largest_leaf": self._recent[0],
+            "largest_since": self._recent[1],
+            "rows_since": self._recent[2],
             "counters": {name: getattr(self, name) for name in self._COUNTERS},
         }
 
@@ -131,10 +141,12 @@ class ReplayCore:
         """Continue from a snapshot: its leaves. Its headers are already in the memory."""
         self.tree.update(np.arange(self.tree.capacity), leaves)
         self.ledger = SlotLedger(self.store)
-        largest = float(facts["largest_leaf"])
-        if not 0.0 < largest < np.inf:
-            raise InvalidPriority(f"the largest leaf must be positive and finite, got {largest}")
-        self._largest_leaf = largest
+        largest, since = float(facts["largest_leaf"]), float(facts.get("largest_since", 0.0))
+        if not (0.0 < largest < np.inf and 0.0 <= since < np.inf):
+            raise InvalidPriority(
+                f"the largest leaves must be positive and finite, got {largest} and {since}"
+            )
+        self._recent = largest, since, int(facts.get("rows_since", 0))
         for name in self._COUNTERS:
             setattr(self, name, int(facts["counters"][name]))
 
@@ -159,9 +171,15 @@ class ReplayCore:
             return self.ledger.accept(slot)
 
     def _set_leaves(self, indices: NDArray[np.int64], magnitudes: NDArray[np.float64]) -> None:
-        """Set leaves of new transitions; without a |priority| (< 0) the largest leaf so far."""
-        self._largest_leaf = prioritise_kernel(
-            indices, magnitudes, self.alpha, self.eps, self._largest_leaf, self.tree.arrays
+        """Set leaves of new transitions; without a |priority| (< 0) the largest recent leaf."""
+        self._recent = prioritise_kernel(
+            indices,
+            magnitudes,
+            self.alpha,
+            self.eps,
+            self.layout.capacity,
+            self._recent,
+            self.tree.arrays,
         )
 
     def make_room(self, issued: int = 0) -> None:
@@ -177,11 +195,26 @@ class ReplayCore:
         """Evict the oldest chunk. The caller holds the lock. issued: see `SlotLedger.evict`."""
         slot = self.ledger.oldest
         assert slot is not None
+        if self.ledger.live_transitions < _WELL_BELOW * self.layout.capacity and self._may_warn:
+            self._may_warn = False
+            self.warn(self._full_early())
         # Clear the leaves first: after a crash here, no evicted transition can be drawn.
         chunk = self.layout.chunk
         forget_kernel(slot * chunk, chunk, self.tree.arrays)
         # STEP leaves-cleared
         self.evicted += self.ledger.evict(issued)[1]
+
+    def _full_early(self) -> str:
+        """That the memory is full with fewer transitions than its capacity, and what helps."""
+        size, capacity, chunk = len(self), self.layout.capacity, self.layout.chunk
+        chunks = -(-(capacity - size) * self.ledger.counts["live"] // size)  # more like these
+        never = f", and min_size_to_sample={self.min_size_to_sample} is not reached"
+        return (
+            f"the replay is full with {size} transitions, and its capacity is {capacity}"
+            f"{never if self.min_size_to_sample > size else ''}: transitions that share few "
+            "frames, such as those of short episodes, take more room. To keep so many like these, "
+            f"set the capacity to {capacity + chunks * chunk}"
+        )
 
     def draw(
         self, batch_size: int, method: Method = "stratified", *, with_smallest: bool = True
@@ -225,9 +258,10 @@ class ReplayCore:
         """How many transitions there are. Raises NotEnoughData if they are fewer."""
         size = self.ledger.live_transitions
         if size < transitions:
+            full = self.evicted and size < _WELL_BELOW * self.layout.capacity
             raise NotEnoughData(
                 f"the replay holds {size} transitions and {transitions} are needed to sample: "
-                "add more first"
+                f"{self._full_early() if full else 'add more first'}"
             )
         return size
 
@@ -255,7 +289,8 @@ class ReplayCore:
                     "which is an index: it would name another transition once its place is used "
                     "again. Nothing was updated"
                 )
-            self._largest_leaf = max(self._largest_leaf, largest)
+            before, since, rows = self._recent
+            self._recent = before, max(since, largest), rows
             self.updates_applied += applied
             self.updates_stale += stale
             return applied, stale

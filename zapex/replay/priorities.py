@@ -12,6 +12,13 @@ from zapex.machine.jit import kernel
 from zapex.sumtree_numba import TreeArrays, priority_limit, update_kernel
 
 REFUSED, NOT_A_KEY = -1, -2
+RecentLargest = tuple[float, float, int]
+"""The largest leaf that was given while the last `capacity` transitions came, the largest that was
+given since (0: none), and how many transitions came since.
+
+A transition without a priority gets the larger of the two. So an outlier is forgotten by the time
+that the memory has filled twice, and each given priority counts for as long as its transition can
+be in the memory."""
 # Kernels take plain tuples, made once: to pass a NamedTuple takes one microsecond more.
 SlotArrays = tuple[Any, int, int]
 """Headers of a store, chunk and shard: the kernels make a key of an index with these."""
@@ -25,27 +32,35 @@ def forget_kernel(first: int, count: int, tree: TreeArrays) -> None:
 
 @kernel
 def prioritise_kernel(
-    indices: Any, magnitudes: Any, alpha: float, eps: float, largest: float, tree: TreeArrays
-) -> float:
-    """Set leaves of new transitions: (|priority| + eps)^alpha, or the largest if none is given.
+    indices: Any,
+    magnitudes: Any,
+    alpha: float,
+    eps: float,
+    capacity: int,
+    recent: RecentLargest,
+    tree: TreeArrays,
+) -> RecentLargest:
+    """Set leaves of new transitions: (|priority| + eps)^alpha, or the largest recent one.
 
-    That is `largest`, or a larger one of the rows before. A negative, NaN or infinite number counts
-    as not given: a wrong number of an actor must not stop the server.
-    Returns the largest leaf so far.
+    The latter if no priority is given. A negative, NaN or infinite number counts as not given: a
+    wrong number of an actor must not stop the server. Returns `recent` after these transitions.
     """
     leaves = np.empty(len(indices))
     limit = priority_limit(tree[2])
-    most = largest
+    before, since, rows = recent
     for b in range(len(indices)):
-        leaf = most
+        leaf = max(before, since)
         if magnitudes[b] >= 0.0:
-            leaf = (magnitudes[b] + eps) ** alpha
-            if not leaf <= limit:
-                leaf = most
+            given = (magnitudes[b] + eps) ** alpha
+            if given <= limit:
+                leaf = given
+                since = max(since, given)
         leaves[b] = leaf
-        most = max(most, leaf)
+        rows += 1
+        if rows >= capacity and since > 0.0:
+            before, since, rows = since, 0.0, 0
     update_kernel(*tree, indices, leaves)
-    return most
+    return before, since, rows
 
 
 @kernel

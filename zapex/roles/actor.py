@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.agent.policy import epsilon_greedy
-from zapex.chunks.builder import CUT, END, ChunkBuilder
+from zapex.chunks.builder import ChunkBuilder
 from zapex.envs.streams import Step, Streams
 from zapex.host.metrics import EPISODE, RoleMetrics
 from zapex.transport import ExperienceSink, ValueSource
@@ -64,9 +64,7 @@ class Actor:
         self._version = 0
         self._awaits: Literal["", "values", "slots", "end"] = ""
         self._game = self._play()
-        shape = streams.num_streams
-        self._everyone = np.ones(shape, np.bool_)
-        self._flags = np.zeros(shape, np.int64)
+        self._everyone = np.ones(streams.num_streams, np.bool_)
         metrics.enter("other")
 
     def do_work(self) -> int:
@@ -133,25 +131,23 @@ class Actor:
     ) -> Generator[int, None, bool]:
         """Store a step. q, next_q: values before and after it. Returns whether it waited."""
         self._metrics.enter("push")
-        taken = best = None
+        values = None
         if self._priorities:
-            taken = q[np.arange(len(actions)), actions].astype(np.float64)
-            best = next_q.max(axis=1).astype(np.float64)
+            values = np.empty((2, len(actions)))
+            values[0] = q[np.arange(len(actions)), actions]
+            values[1] = next_q.max(axis=1)
         self._count(step)
         builder, obs = self._builder, {"obs": step.obs}
-        begun = bool(step.started.any())
-        playing = ~step.started if begun else self._everyone
         reward = step.reward.astype(np.float64)
         if self._reward_clip:
             np.clip(reward, -1.0, 1.0, out=reward)
-        flags = self._flags
-        flags[:] = CUT * step.return_ends
-        flags[step.episode_ends] |= END
         builder.staged["action"] = actions
         waited = yield from self._store(
-            lambda: builder.add(playing, flags, obs, reward, value=taken, next_value=best)
+            lambda: builder.add(
+                obs, reward, step.terminated, step.truncated, cut=step.life_lost, values=values
+            )
         )
-        if begun:
+        if step.started.any():
             waited |= yield from self._store(lambda: builder.begin(step.started, obs))
         return waited
 

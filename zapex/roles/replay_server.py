@@ -1,6 +1,7 @@
 """The replay server: takes chunks in, answers sample requests by priority, applies priorities."""
 
 import sys
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ class ReplayServer:
         method: Method,
     ) -> None:
         self.replay, self._limiter, self.intake = replay, intake.limiter, intake
+        replay.warn = partial(print, file=sys.stderr, flush=True)
         self._source, self._sink, self._metrics = source, sink, metrics
         self._method = method
         self._released = 0
