@@ -94,3 +94,20 @@ def test_a_copy_of_a_batch_is_one_block_again(copied, channels_last):
     assert other.keys is other["keys"]
     assert other.memory.ctypes.data % 64 == 0
     assert (batch.obs["image"] != 7).any()
+
+
+def test_an_unknown_column_is_an_error_that_lists_the_known_ones():
+    schema = Schema(
+        {"obs": Column((4,), np.float32), "action": Column((), np.int64),
+         "mask": Column((2,), np.int8)}
+    )  # fmt: skip
+    batch = Batch.empty(BatchLayout(schema, 2))
+    with pytest.raises(AttributeError, match=r"'dones'.* obs, next_obs, action, mask, reward"):
+        batch.dones  # noqa: B018
+    with pytest.raises(AttributeError, match=r"batch\['mask'\]"):
+        batch.mask  # noqa: B018
+    for columns in (batch, batch.torch()):
+        with pytest.raises(KeyError, match=r"'rewards'.* reward"):
+            columns["rewards"]
+        assert columns.get("rewards") is None
+    assert not hasattr(batch, "rewards")

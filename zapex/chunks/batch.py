@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from zapex.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-Observation = NDArray[Any] | dict[str, NDArray[Any]]
 _USUAL = ("obs", "action", "reward", "discount", "next_obs", "weights", "keys", "indices")
 
 
@@ -47,11 +46,11 @@ class Batch(Mapping[str, Any]):
     memory: NDArray[np.uint8]
     _pinned: Any = None
     columns: dict[str, Any] = field(init=False)
-    obs: Observation = field(init=False)
+    obs: NDArray[Any] = field(init=False)
     action: NDArray[Any] = field(init=False)
     reward: NDArray[np.float32] = field(init=False)
     discount: NDArray[np.float32] = field(init=False)
-    next_obs: Observation = field(init=False)
+    next_obs: NDArray[Any] = field(init=False)
     weights: NDArray[np.float32] = field(init=False)
     keys: NDArray[np.int64] = field(init=False)  # type: ignore[assignment]
     indices: NDArray[np.int64] = field(init=False)
@@ -101,7 +100,17 @@ class Batch(Mapping[str, Any]):
         return f"<Batch of {self.layout.batch_size} rows: {columns}>"
 
     def __getitem__(self, name: str) -> Any:
-        return self.columns[name]
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise KeyError(_unknown(name, self.columns)) from None
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            columns = self.__dict__.get("columns", ())
+            how = f"; read it as batch[{name!r}]" if name in columns else ""
+            raise AttributeError(_unknown(name, columns) + how)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
@@ -138,6 +147,10 @@ class Batch(Mapping[str, Any]):
         return tensors
 
 
+def _unknown(name: str, columns: Iterable[str]) -> str:
+    return f"a batch has no {name!r}; its columns are {', '.join(columns)}"
+
+
 def _copied(layout: BatchLayout, memory: NDArray[np.uint8], fresh: list[Any]) -> Batch:
     batch = Batch.empty(layout, zeroed=False)
     batch.memory[:] = memory
@@ -149,6 +162,9 @@ class Tensors(dict[str, Any]):
     """The columns of a batch as tensors, by name."""
 
     copied: torch.cuda.Event | None = None
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(_unknown(name, self))
 
     def wait(self) -> None:
         """Wait until the copy that made the tensors no longer reads the batch's memory."""

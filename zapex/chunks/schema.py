@@ -17,7 +17,13 @@ from zapex.errors import SchemaError
 if TYPE_CHECKING:
     import gymnasium
 
-RESERVED = ("reward", "discount", "priority", "next_obs", "weights", "keys", "indices")
+RESERVED = {
+    # columns of chunks and batches
+    *("reward", "discount", "priority", "next_obs", "weights", "keys", "indices"),
+    *("frames", "obs_frames", "next_obs_frames"),
+    # arguments of `add` and `extend`
+    *("self", "terminated", "truncated", "cut", "priorities", "final_obs"),
+}
 # Most frames in a stack, least pixels of an image side, colours of RGB.
 _FEW, _SIDE, _COLOURS = 16, 32, 3
 
@@ -97,6 +103,12 @@ class Schema:
     gamma: float = 0.99
 
     def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if not isinstance(name, str) or not isinstance(column, Column):
+                raise SchemaError(
+                    "columns must be Columns by name, as in Schema({'obs': Column((4,), "
+                    f"np.float32), ...}}), got {name!r}: {column!r}"
+                )
         # By name: a description has no order, and two schemas of the same columns are equal.
         object.__setattr__(self, "columns", dict(sorted(self.columns.items())))
         if not self.obs_columns:
@@ -107,7 +119,13 @@ class Schema:
             raise SchemaError('a schema needs a column "action"')
         for name, column in self.columns.items():
             if name in RESERVED:
-                raise SchemaError(f'"{name}" is made by zapex itself; choose another column name')
+                raise SchemaError(f'"{name}" is a name of zapex itself; choose another column name')
+            key = name.removeprefix("obs/") if name in self.obs_columns else name
+            if not key or (key == name and "/" in name):
+                raise SchemaError(
+                    f'an extra column needs a name without "/", and part of an observation a name '
+                    f'after "obs/", got {name!r}'
+                )
             if column.stack > 1 and name not in self.obs_columns:
                 raise SchemaError(f'only observations are stacked, but "{name}" has a stack')
         if not 1 <= self.n_step <= 64:
