@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from zapex.envs.environments import EnvironmentSpec, check
 from zapex.envs.scores import RANDOM_AND_HUMAN
-from zapex.errors import ConfigError, UnknownEnvironment
+from zapex.envs.streams import make
+from zapex.errors import ConfigError, SchemaError, UnknownEnvironment
 
 TOY = "tests.support.toy_env"
 
@@ -214,6 +216,14 @@ class Fraction(Right):
 class Wide(Fraction):
     def reset(self, **options):
         return np.array([1000, 0], np.uint16), {}
+class Long(Right):
+    observation_space = gymnasium.spaces.Box(-2**31, 2**31 - 1, (2,), np.int32)
+    steps = 0
+    def reset(self, **options):
+        return np.array([1, 2]), {}
+    def step(self, action):
+        self.steps += 1
+        return np.array([3, 4 if self.steps == 1 else 2**40]), 1.0, False, False, {}
 class NotFinite(Right):
     def reset(self, **options):
         return np.array([np.nan, 0]), {}
@@ -254,7 +264,7 @@ def mine(tmp_path, monkeypatch):
         ("Breaks", ["step", "RuntimeError: boom", "mine.py, line"]),
         ("Shape", ["reset", "(3,)", "(2,)"]),
         ("Fraction", ["reset", "float32", "uint8"]),
-        ("Wide", ["reset", "uint16", "uint8"]),
+        ("Wide", ["reset", "uint8", "1000"]),
         ("NotFinite", ["reset", "finite"]),
         ("Ragged", ["reset", "array"]),
         ("NoReward", ["reward", "None"]),
@@ -273,6 +283,17 @@ def test_an_environment_whose_first_step_fails_is_refused(name, facts):
 @pytest.mark.usefixtures("mine")
 def test_whole_and_double_numbers_are_accepted():
     assert check("mine:Right").num_actions == 2
+
+
+@pytest.mark.usefixtures("mine")
+def test_wider_integers_are_taken_while_they_fit():
+    played = make(check("mine:Long"), 1, seed=1)
+    played.reset()
+    action = np.zeros(1, np.int64)
+    assert played.step(action).obs.tolist() == [[3.0, 4.0]]
+    with pytest.raises(SchemaError, match=r"int32.* 1099511627776"):
+        played.step(action)
+    played.close()
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,6 @@ def test_a_life_lost_in_a_truncated_step_is_both():
     assert last.truncated[0]
     assert not last.terminated[0]
     assert last.episode_ends[0]
-    assert last.return_ends[0]
     assert [episode.steps for episode in streams.finished] == [lost_at]
     assert streams.step(np.zeros(1, np.int64)).started[0]
 

@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from zapex.agent.architecture import MIN_IMAGE_SIDE
+from zapex.chunks.arguments import column
 from zapex.chunks.schema import Column, Schema
 from zapex.envs.observations import Part, form_of
 from zapex.envs.scores import RANDOM_AND_HUMAN
-from zapex.errors import ConfigError, UnknownEnvironment
+from zapex.errors import ConfigError, SchemaError, UnknownEnvironment
 from zapex.machine import named
 
 MAX_EPISODE_FRAMES = 108_000
@@ -445,22 +446,12 @@ def _check_observation(env_id: str, call: str, space: Any, obs: Any, key: str = 
             _check_observation(env_id, call, inner, obs[part], str(part))
         return
     try:
-        array = np.asarray(obs)
-    except ValueError as error:
-        raise ConfigError(f"{env_id}: {name} cannot be made an array: {error}") from None
-    if array.shape != space.shape:
+        array = column(obs, space.dtype, space.shape, name)
+    except SchemaError as error:
         raise ConfigError(
-            f"{env_id}: {name} has shape {array.shape}, and its observation_space has "
-            f"{space.shape}: make both the same"
-        )
-    # Numbers may lose precision as floats; as narrower integers they would wrap.
-    casting: Literal["same_kind", "safe"] = "same_kind" if space.dtype.kind == "f" else "safe"
-    if not np.can_cast(array.dtype, space.dtype, casting):
-        raise ConfigError(
-            f"{env_id}: {name} has dtype {array.dtype}, and its observation_space has "
-            f"{space.dtype}: make both the same"
-        )
-    if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            f"{env_id}: {error}: return what its observation_space says, or change that"
+        ) from None
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ConfigError(f"{env_id}: {name} must have finite numbers, got {array!r}")
 
 

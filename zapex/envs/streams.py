@@ -77,11 +77,6 @@ class Step:
         """Where this was the last step of an episode."""
         return self.terminated | self.truncated
 
-    @property
-    def return_ends(self) -> Bools:
-        """Where no value of later steps counts: the game is over, or a life was lost."""
-        return self.terminated | self.life_lost
-
 
 Advance = tuple[NDArray[Any], NDArray[Any], Bools, Bools, NDArray[Any]]
 
@@ -352,13 +347,16 @@ class _GymStreams(Streams):
     ) -> None:
         from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+        from zapex.envs.wrappers import Fitted, has_integers
+
         super().__init__(spec, len(seeds))
         render_mode = "rgb_array" if film else None
 
         def one() -> Any:
-            return make_one(
+            env = make_one(
                 spec.env_id, source, spec.env_kwargs, spec.wrappers, max_episode_steps, render_mode
             )
+            return Fitted(env) if has_integers(env.observation_space) else env
 
         self._envs = SyncVectorEnv(
             [one] * len(seeds), copy=False, autoreset_mode=AutoresetMode.NEXT_STEP

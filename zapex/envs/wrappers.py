@@ -1,4 +1,4 @@
-"""Wrappers to name with --wrapper."""
+"""Wrappers: one to name with --wrapper, and one around environments with integers."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from zapex.chunks.arguments import column
 from zapex.errors import ConfigError
 
 _SIDE = 84
@@ -29,6 +30,29 @@ class Grey84(gymnasium.ObservationWrapper[NDArray[np.uint8], Any, Any]):
             image = image @ _GREY if image.shape[2] == 3 else image[:, :, 0]
         small: NDArray[np.uint8] = (self._rows @ image @ self._columns.T).round().astype(np.uint8)
         return small
+
+
+class Fitted(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """Observations in the dtypes of their space: NumPy would wrap integers that do not fit.
+
+    Raises SchemaError for one that does not.
+    """
+
+    def observation(self, observation: Any) -> Any:
+        return _fitted(self.observation_space, observation, "an observation")
+
+
+def has_integers(space: gymnasium.Space[Any]) -> bool:
+    """Whether a space, or a part of a Dict, is of integers."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        return any(map(has_integers, space.values()))
+    return space.dtype is not None and space.dtype.kind in "iu"
+
+
+def _fitted(space: Any, obs: Any, name: str) -> Any:
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {key: _fitted(part, obs[key], f"{name}'s {key!r}") for key, part in space.items()}
+    return column(obs, space.dtype, space.shape, name)
 
 
 def _means(size: int) -> NDArray[np.float32]:
