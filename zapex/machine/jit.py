@@ -5,8 +5,10 @@ inlines one from another file would still run the old code. Here the cache direc
 hash of all source files with kernels, so an edit of one of them makes a new directory.
 """
 
+import functools
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +65,12 @@ CACHE_DIRECTORY = _cache_directory()
 _FORK_HOOKS: list[Any] = []  # one, once a kernel is made
 
 
-def _compile_nothing_while_forking() -> None:
-    """Let a fork wait for Numba's lock: a child would never get one that was held."""
+def _prepare_numba() -> None:
+    """Let a fork wait for Numba's lock: a child would never get one that was held.
+
+    And say when the first kernel of all is compiled.
+    """
+    from numba.core import event
     from numba.core.compiler_lock import global_compiler_lock as lock
 
     if not _FORK_HOOKS:
@@ -73,12 +79,35 @@ def _compile_nothing_while_forking() -> None:
             before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
         )
 
+        class FirstCompilation(event.Listener):  # type: ignore[misc]
+            def on_start(self, event: Any) -> None:
+                if event.data["dispatcher"].py_func.__module__.startswith("zapex."):
+                    _say_that_it_compiles()
+
+            def on_end(self, event: Any) -> None:
+                pass
+
+        event.register("numba:compile", FirstCompilation())
+
+
+@functools.cache
+def _say_that_it_compiles() -> None:
+    """Print a line; with a cache, only in the first process that uses it."""
+    try:
+        if CACHE_DIRECTORY is not None:
+            CACHE_DIRECTORY.mkdir(exist_ok=True)
+            (CACHE_DIRECTORY / "first").touch(exist_ok=False)
+    except OSError:
+        return
+    text = "zapex: compiling kernels, about 12 s; later processes load them from a cache"
+    print(text, file=sys.stderr, flush=True)
+
 
 def kernel(function: F) -> F:
     """Compile `function` with Numba: releases the GIL, cached on disk if possible."""
     import numba  # here, so that the parent of a run can read CACHE_DIRECTORY without it
 
-    _compile_nothing_while_forking()
+    _prepare_numba()
     # CACHE_DIR is read once, when the decorator runs; users' kernels keep their directory.
     before = numba.config.CACHE_DIR
     if CACHE_DIRECTORY is not None:
