@@ -34,6 +34,8 @@ endif
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(TORCH)
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check
+# By a path, not an import hook, which type checkers don't follow.
+EDITABLE := --config-settings editable_mode=compat
 
 help:
 	@printf '%s\n' \
@@ -99,7 +101,7 @@ smoke: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
-	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[fuzz]' || \
+	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[fuzz]' $(EDITABLE) || \
 	  echo 'atheris is not available; fuzzing without coverage guidance' >&2
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
@@ -130,7 +132,7 @@ release: $(STAMP)
 # strict: a broken link or a page that nothing leads to is a failure.
 site: $(STAMP)
 	@$(BIN)/python -c 'import material, mkdocstrings, plotly' 2>/dev/null || \
-	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[docs]'
+	  $(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[docs]' $(EDITABLE)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict) --quiet
 	@$(if $(SERVE),,echo 'Made: build/site/index.html')
 
@@ -207,8 +209,8 @@ environment:
 	@test -e '$(BIN)/python' || $(PYTHON) -m venv \
 	  $(if $(filter existing,$(TORCH)),--system-site-packages) '$(VENV)'
 	@$(MAKE) --no-print-directory TORCH=$(TORCH) install-torch-$(TORCH)
-	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --editable '.[curve,fstack,video,dev]' \
-	  --requirement benchmarks/requirements.txt
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --requirement benchmarks/requirements.txt \
+	  --editable '.[curve,fstack,video,dev]' $(EDITABLE)
 	@touch '$(STAMP)'
 	@echo 'Made: $(BIN)/zapex'
 

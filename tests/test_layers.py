@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "zapex"
 LEVEL_OF = {
     name: int(level)
     for level, names in re.findall(
-        r"^ +(\d+)  ([a-z_]+(?:, [a-z_]+)*)", (PACKAGE / "__init__.py").read_text(), re.M
+        r"^# +(\d+)  ([a-z_]+(?:, [a-z_]+)*)", (PACKAGE / "__init__.py").read_text(), re.M
     )
     for name in names.split(", ")
 }

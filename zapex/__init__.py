@@ -13,29 +13,32 @@ alone (docs/library.md):
     replay.update_priorities(batch.keys, td_errors)
     client = zapex.connect(replay.handle)               # the same calls, in another process
 
-For readers of the code: where things live. Imports run down this map and never up
-(tests/test_layers.py); each package's docstring says what it holds.
-
-    13  __main__
-    12  cli
-    11  clusters, library
-    10  run
-     9  zmq_transport
-     8  net
-     7  roles, shm_transport, watch
-     6  host, transport, wire
-     5  replay
-     4  config, envs, sumtree_numba
-     3  agent, chunks, fstack, shm_ring
-     2  machine
-     1  errors, version
+`zapex.errors` has the errors, and `zapex.sumtree_numba` the sum tree alone.
 """
+
+# Where things live. Imports run down this map and never up (tests/test_layers.py); each package's
+# docstring says what it holds.
+#
+#     13  __main__
+#     12  cli
+#     11  clusters, library
+#     10  run
+#      9  zmq_transport
+#      8  net
+#      7  roles, shm_transport, watch
+#      6  host, transport, wire
+#      5  replay
+#      4  config, envs, sumtree_numba
+#      3  agent, chunks, fstack, shm_ring
+#      2  machine
+#      1  errors, version
 
 from typing import TYPE_CHECKING, Any
 
 from zapex.version import __version__
 
 if TYPE_CHECKING:
+    from zapex import errors as errors
     from zapex.chunks.batch import Batch
     from zapex.chunks.schema import Column, Schema
     from zapex.cli.from_python import TrainConfig, train
@@ -68,12 +71,21 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: `import zapex` alone loads nothing."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # type checkers know the names
 
-    value = getattr(import_module(f"zapex.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        """A public name, imported when it is first used: `import zapex` alone loads nothing."""
+        from importlib import import_module
+
+        if name == "errors":
+            return import_module("zapex.errors")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"zapex.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names, and what all modules have."""
+    return sorted({*__all__, "errors", *(name for name in globals() if name.startswith("__"))})

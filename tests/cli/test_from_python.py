@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -104,6 +104,11 @@ def test_a_run_counts_its_time_from_the_call() -> None:
     assert times == sorted(times)
 
 
+def test_a_run_prints_nothing_with_verbose_0(capfd: pytest.CaptureFixture[str]) -> None:
+    assert zapex.train(zapex.TrainConfig(**FEW), verbose=0).steps >= 600
+    assert capfd.readouterr().out == ""
+
+
 def test_a_run_works_in_another_thread() -> None:
     results: list[zapex.Result] = []
     call = threading.Thread(target=lambda: results.append(zapex.train(zapex.TrainConfig(**FEW))))
@@ -114,8 +119,43 @@ def test_a_run_works_in_another_thread() -> None:
 
 def test_a_run_is_resumed() -> None:
     first = zapex.train(zapex.TrainConfig(**FEW))
-    second = zapex.train(zapex.TrainConfig(resume="run", max_frames="2k"))
+    second = zapex.train(zapex.TrainConfig(resume=Path("run"), max_frames=2e3))
     assert second.steps >= 2000 > first.steps
+
+
+def test_settings_are_read_as_attributes() -> None:
+    config = zapex.TrainConfig(
+        env="CartPole-v1", preset="laptop", run_dir=Path("run"), max_frames=1e5, capacity="20k",
+        wrapper="mine:Wrap", batch_size=np.int64(64), eps_end=np.float32(0.5), optimizer="adam",
+    )  # fmt: skip
+    given = config.max_frames, config.capacity, config.batch_size, config.eps_end
+    assert given == (100_000, 20_000, 64, 0.5)
+    assert {type(value) for value in given} == {int, float}
+    assert (config.run_dir, config.wrapper, config.optimiser) == ("run", ["mine:Wrap"], "adam")
+    assert config.trust is False
+    config = config.replace(wrapper=[])
+    assert config.lr == 5e-4  # the preset's, for an environment of vectors
+    assert config.env_kwargs == {}
+    assert {"lr", "max_frames", "replace"} <= set(dir(config))
+    with pytest.raises(AttributeError, match="did you mean lr"):
+        config.learning_rte  # noqa: B018
+    for wrong in ({"max_frames": 1.5}, {"seed": True}, {"lr": "x"}):
+        with pytest.raises(ConfigError):
+            zapex.TrainConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_type_checkers_see_the_settings_with_their_types() -> None:
+    from zapex.cli.from_python import Code, Count, Settings, Text
+    from zapex.cli.resolve import Options
+    from zapex.config.settings import SECTIONS
+
+    kinds = (*SECTIONS.values(), Options)
+    wanted = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+    typed = get_type_hints(Settings)
+    assert typed.keys() == wanted.keys()
+    for name, hint in wanted.items():
+        wider = {int: (Count,), int | None: (Count | None,), str: (str, Code, Text)}
+        assert typed[name] in wider.get(hint, (hint,)) or name == "wrapper"
 
 
 @pytest.mark.parametrize(

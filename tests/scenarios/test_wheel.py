@@ -1,6 +1,7 @@
 """The wheel: pure Python, complete, and it trains without the source tree."""
 
 import email
+import re
 import sys
 import sysconfig
 import venv
@@ -51,18 +52,23 @@ def test_the_wheel_asks_for_everything_that_zapex_imports(wheel: Path) -> None:
                 assert needed & declared or module == "llvmlite", f"{name} imports {module}"
 
 
-@pytest.mark.scenario
-@pytest.mark.timeout(400)  # nothing is compiled yet where it is installed
-def test_the_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
-    """In an empty environment that borrows the dependencies, and only those, from ours."""
-    home = tmp_path / "venv"
+def environment(home: Path, *install: object) -> Path:
+    """The Python of a new environment with zapex, which borrows the dependencies from ours."""
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
+    run(*pip, "install", "--no-deps", "--no-index", *install, cwd=home)
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home)
     # Of a directory named in a .pth file the .pth files are not read: ours may install zapex.
     (Path(site.strip()) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(400)  # nothing is compiled yet where it is installed
+def test_the_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "venv"
+    python = environment(home, wheel)
     where = run(python, "-c", "import zapex; print(zapex.__file__)", cwd=tmp_path)
     assert str(home) in where
     zapex = home / "bin" / "zapex"
@@ -70,3 +76,62 @@ def test_the_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     run(*command, "--max-frames", "2k", "--plain", cwd=tmp_path)
     assert (tmp_path / "run" / "config.toml").is_file()
     assert run(zapex, "eval", "run", "--episodes", "2", cwd=tmp_path).count("mean ") == 1
+
+
+USER = """
+from pathlib import Path
+from typing import assert_type
+
+import numpy as np
+
+import zapex
+
+
+def loss(errors: object) -> object:
+    return errors
+
+
+def report(now: zapex.Report) -> bool:
+    return now.mean_return < 400.0
+
+
+config = zapex.TrainConfig(
+    env="CartPole-v1", lr=1e-3, max_frames=1e5, resume=Path("run"), loss=loss, preset="laptop"
+)
+assert_type((config.lr, config.max_frames, config.env), tuple[float, int, str])
+result = zapex.train(config.replace(seed=2), on_report=report, capacity="20k")
+action = zapex.load_policy(result.run_dir)([0.0, 0.0, 0.0, 0.0])
+schema = zapex.Schema({"obs": zapex.Column((4,), np.float32), "action": zapex.Column((), np.int64)})
+replay = zapex.PrioritizedReplay(10_000, schema, seed=1)
+obs, flags = np.zeros((8, 4), np.float32), np.zeros(8, np.bool_)
+with replay.writer(8) as writer:
+    writer.reset(obs)
+    writer.add(action=flags, reward=flags, next_obs=obs, terminated=flags, truncated=flags)
+try:
+    batch = zapex.connect(replay.handle).sample(32)
+except zapex.errors.NotEnoughData:
+    batch = replay.empty_batch(32)
+rows, width = batch.obs.shape
+applied, stale = replay.update_priorities(batch.keys, abs(batch.reward))
+zapex.TrainConfig(lrr=1)  # type: ignore[call-arg]
+zapex.TrainConfig(lr="x")  # type: ignore[arg-type]
+config.lrr  # type: ignore[attr-defined]
+batch.dones  # type: ignore[attr-defined]
+zapex.trian  # type: ignore[attr-defined]
+"""
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(600)
+def test_a_users_script_passes_the_type_checker_with_the_wheel_and_in_a_clone(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """Wrong lines must be errors: --strict refuses an ignore without one."""
+    (tmp_path / "user.py").write_text(USER)
+    (options,) = re.findall("^EDITABLE := (.*)", (ROOT / "Makefile").read_text(), re.M)
+    clone = ["--no-build-isolation", *options.split(), "--editable", wheel.parents[1]]
+    installs = {"wheel": [wheel], "clone": clone}
+    for name, install in installs.items():
+        python = environment(tmp_path / name, *install)
+        mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache"]
+        run(*mypy, "--python-executable", python, "user.py", cwd=tmp_path)
