@@ -57,14 +57,7 @@ class Batch(Mapping[str, Any]):
     fresh: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        flat = self.layout.views(self.memory)
-        columns: dict[str, Any] = {}
-        for name, array in flat.items():
-            root, _, key = name.partition("/")
-            if key:
-                columns.setdefault(root, {})[key] = array
-            else:
-                columns[root] = array
+        columns = _by_root(self.layout.views(self.memory))
         usual = {name: columns[name] for name in _USUAL if name in columns}
         self.__dict__.update(usual, columns=columns, fresh=[])
 
@@ -176,19 +169,25 @@ def split(layout: BatchLayout, block: torch.Tensor) -> dict[str, Any]:
     """The columns of a batch, by name, as views of its block of memory (uint8) on any device."""
     import torch
 
-    columns: dict[str, Any] = {}
+    tensors = {}
     for name, section in layout.sections.items():
         kind = torch.from_numpy(np.empty(0, section.dtype)).dtype
         part = block[section.offset : section.offset + section.nbytes]
         tensor = part.view(kind).view(section.shape)
+        tensors[name] = tensor.movedim(-1, 1) if layout.moves_stack(name) else tensor
+    return _by_root(tensors)
+
+
+def _by_root(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns by name, with those of a Dict observation in a dict of its own."""
+    found: dict[str, Any] = {}
+    for name, column in columns.items():
         root, _, key = name.partition("/")
-        if layout.moves_stack(name):
-            tensor = tensor.movedim(-1, 1)
         if key:
-            columns.setdefault(root, {})[key] = tensor
+            found.setdefault(root, {})[key] = column
         else:
-            columns[root] = tensor
-    return columns
+            found[root] = column
+    return found
 
 
 def aligned_zeros(nbytes: int) -> NDArray[np.uint8]:

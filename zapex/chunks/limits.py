@@ -1,8 +1,6 @@
 """What the values of a chunk can be: bounds that follow from the settings of a run."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,19 +48,8 @@ class Limits:
 
     def breach(self, store: ChunkStore, slot: int, rows: int, frames: int) -> str:
         """What no run can produce in the chunk of a slot; "" if nothing. Limits its priorities."""
-        numbers = ("reward", "discount", "priority", "action")
-        columns = {name: store.column(slot, name)[:rows] for name in numbers}
-        for name in store.layout.schema.obs_columns if self.frame else ():
-            columns[name] = store.column(slot, name)[:frames]
-        found = self.breach_of(columns)
-        if not found and self.priority < _FINITE:
-            np.minimum(columns["priority"], self.priority, out=columns["priority"])
-        return found
-
-    def breach_of(self, columns: Mapping[str, NDArray[Any]]) -> str:
-        """What no run can produce in columns by name; "" if nothing."""
         reward, discount, priority, action = (
-            columns[name] for name in ("reward", "discount", "priority", "action")
+            store.column(slot, name)[:rows] for name in ("reward", "discount", "priority", "action")
         )
         return_, least, largest, magnitude = _extremes_kernel(reward, discount, priority)
         if not return_ <= self.reward:
@@ -73,12 +60,13 @@ class Limits:
             return "a priority that is not finite"
         if self.actions and not 0 <= action.min() <= action.max() < self.actions:
             return f"an action that is not within 0 to {self.actions - 1}"
-        for name, column in columns.items() if self.frame else ():
-            root = name.partition("/")[0]
-            is_number = root in ("obs", "next_obs") and column.dtype.kind == "f"
+        for name, c in store.layout.schema.obs_columns.items() if self.frame else ():
+            column = store.column(slot, name)[:frames]
             # NaN is not below any number.
-            if is_number and not np.abs(column).max() <= self.frame:
+            if np.dtype(c.dtype).kind == "f" and not np.abs(column).max() <= self.frame:
                 return f"an observation that is not within {self.frame:.6g}"
+        if self.priority < _FINITE:
+            np.minimum(priority, self.priority, out=priority)
         return ""
 
 

@@ -48,9 +48,7 @@ class SavedPolicy:
 
     def q_values(self, obs: Any) -> "NDArray[np.float32]":
         """Q values, float32 [actions] for one observation or [B, actions] for a batch."""
-        from zapex.envs.observations import batch_of
-
-        batch, single = batch_of(self._spec, obs)
+        batch, single = self._spec.batch_of(obs)
         q = self._network.q_values(batch)
         return q[0] if single else q
 

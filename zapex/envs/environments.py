@@ -5,6 +5,7 @@ their streams from its EnvironmentSpec with `zapex.envs.streams.make`.
 """
 
 import difflib
+import math
 import os
 import re
 import traceback
@@ -13,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zapex.agent.architecture import MIN_IMAGE_SIDE
-from zapex.chunks.arguments import column
+from zapex.chunks.arguments import as_array, column
 from zapex.chunks.schema import Column, Schema
-from zapex.envs.observations import Part, form_of
 from zapex.envs.scores import RANDOM_AND_HUMAN
 from zapex.errors import ConfigError, SchemaError, UnknownEnvironment
 from zapex.machine import named
@@ -46,6 +47,9 @@ _ALE_KWARGS: dict[str, tuple[type, float, float]] = {
     "use_fire_reset": (bool, 0, 1),
 }
 """Arguments of AtariVectorEnv that a user may set, with ranges; the run sets the others."""
+
+Part = tuple[str, tuple[int, ...], str]
+"""A key of a Dict observation, its shape and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,53 @@ class EnvironmentSpec:
             "action": Column((), np.int64),
         }
         return Schema(columns, n_step=n_step, gamma=gamma)
+
+    def write(self, obs: Any, out: NDArray[Any]) -> None:
+        """Write the environment's own observations into `out` (B, *observation_shape).
+
+        The parts of a Dict are flattened, one after the other.
+        """
+        start = 0
+        for key, shape, _ in self.parts:
+            end = start + math.prod(shape)
+            out[:, start:end] = np.reshape(obs[key], (len(out), -1))
+            start = end
+        if self.parts:
+            return
+        if self.observation_dtype == "uint8" and _is_channels_last(self.played_shape):
+            obs = np.moveaxis(obs, -1, 1)
+        out[:] = obs.reshape(out.shape)
+
+    def batch_of(self, obs: Any) -> tuple[NDArray[Any], bool]:
+        """The environment's own observations as a network's batch, and if it was a single one.
+
+        Raises:
+            ConfigError: they have neither the environment's shape nor one more axis in front.
+            SchemaError: numbers do not fit into the dtype.
+        """
+        parts = self.parts or (("", self.played_shape, self.observation_dtype),)
+        arrays, leads = {}, set()
+        for key, shape, dtype in parts:
+            if self.parts and not (isinstance(obs, Mapping) and key in obs):
+                raise ConfigError(
+                    f"an observation must be a dict with the key {key!r}, got {obs!r}"
+                )
+            name = f"an observation{key and f' {key!r}'}"
+            array = as_array(obs[key] if self.parts else obs, name)
+            lead = array.ndim - len(shape)
+            if lead not in (0, 1) or array.shape[lead:] != shape:
+                raise ConfigError(
+                    f"{name} must have shape {shape}, or (B, {', '.join(map(str, shape))}) for B "
+                    f"of them, got {array.shape}"
+                )
+            array = column(array, np.dtype(dtype), array.shape, name)
+            leads.add(array.shape[:lead])
+            arrays[key] = array.reshape(-1, *shape)
+        if len(leads) > 1:
+            raise ConfigError(f"the parts of an observation must be of one batch, got {leads}")
+        out = np.empty((len(arrays[key]), *self.observation_shape), self.observation_dtype)
+        self.write(arrays if self.parts else arrays[key], out)
+        return out, leads == {()}
 
 
 def check(
@@ -337,7 +388,7 @@ def _check_spaces(
         raise ConfigError(
             f"training supports Discrete actions only, and the actions of {env_id} are {actions}"
         )
-    seen = form_of(env_id, _space(env_id, env, "observation_space"))
+    seen = _form_of(env_id, _space(env_id, env, "observation_space"))
     _play_one_step(env_id, env)
     images = seen.dtype == "uint8" and seen.shape == env.observation_space.shape
     stack = _frames_stacked(env) if images else 1
@@ -383,6 +434,82 @@ def _frames_stacked(env: Any) -> int:
     ):
         env = env.env
     return int(env.stack_size) if isinstance(env, wrappers.FrameStackObservation) else 1
+
+
+# Observations: the environment's own, and the form that training uses.
+
+
+def _is_channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether images of this shape are (height, width, channels), as in most of Gymnasium."""
+    return len(shape) == 3 and shape[2] in (1, 3, 4) and shape[0] > 4
+
+
+class _Form(NamedTuple):
+    """The form of a space's observations in training."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _form_of(env_id: str, space: Any) -> _Form:
+    """The form of a Box, or of a Dict of them, which becomes one vector.
+
+    uint8 images become (channels, height, width), a Dict of uint8 stays uint8, and all else becomes
+    float32. Raises ConfigError for another space; the message names a wrapper that helps.
+    """
+    from gymnasium.spaces import Box, Dict
+
+    if isinstance(space, Dict):
+        return _form_of_dict(env_id, space)
+    if not isinstance(space, Box):
+        raise ConfigError(
+            "training supports Box observations (uint8 images, or vectors of numbers) and a Dict "
+            f"of them, but those of {env_id} are {space}: convert them with "
+            "--wrapper gymnasium.wrappers:FlattenObservation, or your own wrapper"
+        )
+    shape, dtype = space.shape, space.dtype
+    if dtype == np.uint8 and len(shape) == 2:
+        return _Form((1, *shape), "uint8")
+    if dtype == np.uint8 and len(shape) == 3:
+        if not _is_channels_last(shape):
+            return _Form(shape, "uint8")
+        turned = (shape[2], *shape[:2])
+        note = f"images of {env_id} are converted from {shape} to {turned}"
+        return _Form(turned, "uint8", notes=(note,))
+    if dtype == np.uint8 and len(shape) > 3:
+        raise ConfigError(
+            f"observations of {env_id} have {len(shape)} axes, {shape}, and images have three: "
+            "make each frame grey before it is stacked, as --wrapper zapex.envs.wrappers:Grey84 "
+            "--wrapper mine:Stack does"
+        )
+    if not np.issubdtype(dtype, np.floating):
+        return _Form(
+            shape, "float32", notes=(f"observations of {env_id}, {dtype}, are learned as float32",)
+        )
+    return _Form(shape, "float32")
+
+
+def _form_of_dict(env_id: str, space: Any) -> _Form:
+    from gymnasium.spaces import Box
+
+    parts = []
+    for key, part in space.spaces.items():
+        if not isinstance(part, Box):
+            raise ConfigError(
+                f"training supports a Dict of Box observations, but {key!r} of {env_id} is {part}: "
+                "convert it with your own --wrapper"
+            )
+        parts.append((str(key), part.shape, "uint8" if part.dtype == np.uint8 else "float32"))
+    if not parts:
+        raise ConfigError(f"an observation of {env_id} is a Dict without keys")
+    size = sum(math.prod(shape) for _, shape, _ in parts)
+    dtype = "uint8" if all(dtype == "uint8" for *_, dtype in parts) else "float32"
+    notes = [f"the Dict of {env_id} ({', '.join(key for key, *_ in parts)}) is kept as one vector"]
+    if any(dtype == "uint8" and len(shape) > 1 for _, shape, dtype in parts):
+        notes.append("for its images give your own --network: it gets each part by its key")
+    return _Form((size,), dtype, tuple(parts), tuple(notes))
 
 
 # The first step

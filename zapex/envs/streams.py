@@ -27,7 +27,6 @@ from zapex.envs.environments import (
     game_of,
     make_one,
 )
-from zapex.envs.observations import into
 from zapex.errors import ConfigError
 
 _LOADING_S = 300.0  # every ROM, on a busy machine
@@ -395,5 +394,5 @@ class _GymStreams(Streams):
         return self._converted(obs), reward, terminated, truncated, self._lives
 
     def _converted(self, obs: Any) -> NDArray[Any]:
-        into(self.spec, obs, self._obs)
+        self.spec.write(obs, self._obs)
         return self._obs
