@@ -12,7 +12,6 @@ from zapex.chunks.layout import (
     ACTOR,
     COMMITTED,
     COUNT,
-    FREE,
     INCARNATION,
     NO_FRAME,
     SEQUENCE,
@@ -388,12 +387,6 @@ def test_episodes_of_every_length_end_in_a_terminal_transition(length):
     assert terminal == 2 * min(length, 3)
 
 
-def test_a_transition_of_84x84x4_takes_at_most_8200_bytes_in_full_chunks():
-    schema = Schema({"obs": Column((84, 84), np.uint8, stack=4), "action": Column((), np.int64)})
-    layout = ChunkLayout(schema, 64)
-    assert layout.body_bytes / 64 <= 8200
-
-
 def test_streams_that_start_together_commit_their_first_chunks_spread_out():
     rng = np.random.default_rng(0)
     store, closed, _, _, _ = play(
@@ -404,29 +397,3 @@ def test_streams_that_start_together_commit_their_first_chunks_spread_out():
         for s in closed[:4]
     }
     assert first == {0: 2, 1: 4, 2: 6, 3: 8}
-
-
-def test_out_of_slots_a_step_stops_and_goes_on_where_it_stopped():
-    rng = np.random.default_rng(3)
-    store, closed, naive, _, ledger = play(
-        rng, streams=3, stack=2, n=2, chunk=2, steps=40, end=0.3, cut=0.2
-    )
-    check_against_twin(store, closed, naive)
-    assert ledger.counts["granted"] == len(store.header_rows) - ledger.free
-    assert (store.header_rows[:, STATE] == FREE).sum() == ledger.free
-
-
-def test_channels_last_gathers_the_same_numbers_in_the_same_shape():
-    rng = np.random.default_rng(5)
-    store, closed, *_ = play(rng, streams=2, stack=4, n=3, chunk=16, steps=50, padding="zero")
-    count = int(store.header_rows[closed[0], COUNT])
-    keys = store.keys_of(closed[0] * 16 + np.arange(count))
-    first = Batch.empty(BatchLayout(store.layout.schema, count))
-    last = Batch.empty(BatchLayout(store.layout.schema, count, channels_last=True))
-    for batch in (first, last):
-        store.gather(keys, batch.layout, batch.memory, batch.keys)
-    np.testing.assert_array_equal(first.obs, last.obs)
-    np.testing.assert_array_equal(first.next_obs, last.next_obs)
-    assert first.obs.any()
-    assert last.obs.shape == (count, 4, 3, 2)
-    assert last.obs.strides[1] == 1

@@ -153,22 +153,6 @@ def test_frames_that_differ_in_one_byte_are_told_apart_wherever_it_is(size):
     assert frames_in_use(replay) == len(seen)
 
 
-def test_a_batch_too_large_for_the_caches_is_the_same_as_small_ones():
-    schema = Schema(
-        {"obs": Column((83, 85), np.uint8, stack=4), "action": Column((), np.int64)}, n_step=1
-    )
-    replay = PrioritizedReplay(2000, schema, seed=0)
-    frames = np.random.default_rng(0).integers(0, 255, (100, 83, 85), np.uint8)
-    frames[3] = 0
-    places = np.arange(90)[:, None] + np.arange(4)
-    keys = extend(replay, frames[places], frames[places + 1])
-    batch = rows_of(replay, keys)
-    assert batch.obs.nbytes > 2 << 20
-    np.testing.assert_array_equal(batch.obs, frames[places])
-    np.testing.assert_array_equal(batch.next_obs, frames[places + 1])
-    np.testing.assert_array_equal(batch.action, np.arange(90))
-
-
 def test_a_stack_of_two_depths_never_takes_a_hole_for_a_frame():
     schema = Schema(
         {"obs/deep": Column((2,), np.uint8, stack=3), "obs/flat": Column((), np.float32),
@@ -265,23 +249,3 @@ def test_successive_atari_rows_take_at_most_9_kb_each():
     extend(replay, frames[at], frames[at + 3])
     used = replay.core.ledger.counts["live"] + replay.core.ledger.counts["granted"]
     assert used * replay.core.store.layout.body_bytes / 256 <= 9000
-
-
-def test_extend_and_writers_share_one_memory():
-    rng = np.random.default_rng(5)
-    replay = new_replay(2, 1, capacity=64, chunk=4)
-    writer = replay.writer(1)
-    obs, next_obs = stream_of_rows(rng, 2, 1, 90, end=0.0)
-    writer.reset(obs[:1])
-    for i in range(90):
-        writer.add(
-            action=[i], reward=[0.0], next_obs=next_obs[i : i + 1], terminated=[False],
-            truncated=[False],
-        )  # fmt: skip
-        extend(replay, obs[i : i + 1], next_obs[i : i + 1], action=np.array([i]))
-    assert 64 - 4 <= len(replay) <= 64
-    positive = np.flatnonzero(replay.core.tree.leaves)
-    batch = rows_of(replay, replay.core.store.keys_of(positive))
-    np.testing.assert_array_equal(batch.obs, obs[batch.action])
-    np.testing.assert_array_equal(batch.next_obs, next_obs[batch.action])
-    assert (np.bincount(batch.action, minlength=90)[-25:] == 2).all()
