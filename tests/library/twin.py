@@ -202,7 +202,7 @@ class Player:
         self.play, self.name, self.streams = play, name, streams
         rng = self.rng = play.rng
         self.mode = MODES[rng.integers(3)]
-        self.given = play.gives if play.gives is not None else rng.random() < 0.7
+        self.given = play.gives or rng.random() < 0.7
         self.writer = replay.writer(streams, self.mode)
         self.game = Game(rng, play.schema, streams)
         self.over = np.ones(streams, bool)
@@ -290,9 +290,9 @@ class Play:
         self.place, self.folder = place, folder
         self.schema = schema = random_schema(rng)
         alpha, eps = float(rng.choice([0.0, 0.6, 1.0])), float(rng.choice([1e-6, 0.1]))
-        # Over a URL the rows of several streams come chunk by chunk, so the largest recent priority
-        # is known row by row only if all of them have a priority, or those of writers none.
-        self.gives = bool(rng.integers(2)) if place == "url" else None
+        # Rows of clients come slot by slot. So the largest recent priority is known row by row only
+        # to the owner; the others always give priorities.
+        self.gives = place != "owner"
         self.players, self.clients = [], []
         self.opened, self.names = contextlib.ExitStack(), 0
         shortest = max(schema.n_step, schema.stack)
