@@ -304,6 +304,19 @@ def test_samples_per_insert_holds_each_side_until_the_other_has_come():
     assert (replay.core.sampled, replay.core.inserted) == (20, 14)
 
 
+def test_a_step_with_a_refused_reward_leaves_nothing_behind():
+    replay = new_replay(n=1)
+    writer = replay.writer(2)
+    obs, step = first_and_step()
+    writer.reset(obs)
+    writer.add(**step)
+    with pytest.raises(ConfigError, match="reward"):
+        writer.add(**{**step, "reward": [0.0, np.nan]})
+    writer.reset(obs)  # must not announce the rows of the first step again
+    writer.add(**step)
+    assert len(replay) == replay.core.inserted == 4
+
+
 def whole_rows(count):
     obs = np.zeros((count, 2, 3, 2), np.uint8)
     return {

@@ -308,10 +308,10 @@ def add_kernel(
     headers, mem16, mem32 = mem.view(np.int64), mem.view(np.uint16), mem.view(np.float32)
     reals, private = state.view(np.float64), state.view(np.uint8)
     if start == 0:
+        w.completed = w.ended = 0
         for i in range(streams if w.finite_rewards else 0):
             if _stream(w, state, i).in_episode and not abs(r_t[i]) <= MOST_REWARD:
                 return -1 - i
-        w.completed = w.ended = 0
     for i in range(start, streams):
         stream = _stream(w, state, i)
         if not stream.in_episode:
