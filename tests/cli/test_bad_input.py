@@ -16,20 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zapex.agent.architecture import layers, parameter_shapes, state_shapes
+from tests.support.stored_run import CARTPOLE, store_run
 from zapex.cli import main as cli
-from zapex.config.settings import Config
 from zapex.machine import supervisor
 from zapex.run import checkpoints, train
 
 TOY = "tests.support.toy_env"
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]
-CARTPOLE = {
-    "env_id": "CartPole-v1",
-    "observation_shape": [4],
-    "observation_dtype": "float32",
-    "num_actions": 2,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -48,22 +41,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     return lines[0]
-
-
-def a_run(**settings: Any) -> Path:
-    """A run directory as an interrupted run of CartPole leaves it."""
-    run = Path("run")
-    run.mkdir()
-    config = Config().replace(
-        env="CartPole-v1", preset="smoke", capacity=4096, learning_starts=64, batch_size=32,
-        actors=1, hidden=8,
-    )  # fmt: skip
-    (run / "config.toml").write_text(config.to_toml())
-    state = {"schema": CARTPOLE | settings, "counters": {}, "params_version": 1, "totals": {}}
-    shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, 8)))
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    checkpoints.save(run / "checkpoints", checkpoints.step_name(5), tensors, state)
-    return run
 
 
 MISTAKES = """
@@ -241,7 +218,7 @@ def test_a_mistake_is_one_line_with_setting_value_and_hint(
     Path("latin.toml").write_bytes(b"\xff")
     Path("taken").mkdir()
     if command.startswith(("eval run", "export run")):
-        a_run()
+        store_run(Path("run"))
     monkeypatch.setitem(sys.modules, "wandb", None)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
         monkeypatch.delenv(name, raising=False)
@@ -256,7 +233,7 @@ def test_a_mistake_is_one_line_with_setting_value_and_hint(
 
 def test_without_the_dependencies_every_command_is_one_line() -> None:
     """As after `pip install --no-deps zapex numpy numba llvmlite`; in a process of its own."""
-    a_run()
+    store_run(Path("run"))
     code = (
         "import sys; sys.modules |= dict.fromkeys(sys.argv[1:])\n"
         "from zapex.cli.main import main\n"
@@ -309,7 +286,7 @@ def test_a_port_where_something_else_listens_is_one_line(
 def test_a_checkpoint_of_another_environment_is_refused_with_both_named(
     settings: dict[str, Any], texts: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_run(**settings)
+    store_run(Path("run"), CARTPOLE | settings)
     line = refusal(capsys, "--resume", "run")
     assert all(text in line for text in texts), line
 
@@ -325,7 +302,8 @@ def test_a_checkpoint_of_another_environment_is_refused_with_both_named(
 def test_a_checkpoint_without_a_tensor_is_refused_before_anything_starts(
     change: dict[str, Any], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoints.latest(a_run())
+    store_run(Path("run"))
+    path = checkpoints.latest(Path("run"))
     assert path is not None
     found = checkpoints.load(path)
     tensors = {name: t for name, t in (found.tensors | change).items() if t is not None}
@@ -339,7 +317,8 @@ def test_a_checkpoint_without_a_tensor_is_refused_before_anything_starts(
 def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(
     damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoints.latest(a_run())
+    store_run(Path("run"))
+    path = checkpoints.latest(Path("run"))
     assert path is not None
     content = bytearray(path.read_bytes())
     if damage == "cut short":

@@ -15,11 +15,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import zapex
-from zapex.agent.architecture import layers, parameter_shapes, state_shapes
+from tests.support.stored_run import store_run
 from zapex.cli import main as cli
 from zapex.cli import resolve, runs
 from zapex.config.fields import flag_of
@@ -244,18 +243,15 @@ def test_a_host_prints_the_settings_that_its_roles_use(
 
 
 def test_a_resumed_run_keeps_its_settings_and_directory(
-    launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "runs" / "a"
-    run.mkdir(parents=True)
-    config = settings_of(capsys, *SMALL, "--lr", "0.5")
-    (run / "config.toml").write_text(config.to_toml())
+    run = Path("runs/a")
+    config = store_run(run, lr=0.5)
+    (run / "checkpoints").rename("aside")
     assert "runs/a has no checkpoint" in refusal(capsys, "train", "--resume", "a")
-    schema = {"env_id": "CartPole-v1", "num_actions": 2}
-    shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, config.learner.hidden)))
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    directory, name = run / "checkpoints", checkpoints.step_name(1)
-    path = checkpoints.save(directory, name, tensors, {"schema": schema})
+    Path("aside").rename(run / "checkpoints")
+    path = checkpoints.latest(run)
+    assert path is not None
     assert cli.main(["train", "--resume", "a", "--max-frames", "1M"]) == 0  # its name alone
     assert launched.config == config.replace(
         resume="runs/a", run_dir="runs/a", max_frames=1_000_000
@@ -294,24 +290,10 @@ def test_a_failure_of_the_run_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == "zapex: the replay is gone: killed by signal 9\n"
 
 
-def a_run_of_cartpole(capture: pytest.CaptureFixture[str], run: Path = Path("run")) -> Config:
-    """Make a run's directory with a checkpoint; returns the run's settings."""
-    from zapex.agent import networks
-    from zapex.agent.learning import DQN
-
-    run.mkdir(parents=True)
-    config = settings_of(capture, *SMALL, "--hidden", "8")
-    (run / "config.toml").write_text(config.to_toml())
-    network = networks.build((4,), np.float32, 2, 8, device="cpu")
-    tensors = DQN(network).state_dict_tensors()
-    checkpoints.save(run / "checkpoints", checkpoints.step_name(7), tensors, {})
-    return config
-
-
 def test_eval_plays_the_saved_network_and_prints_the_mean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, run = a_run_of_cartpole(capsys), Path("run")
+    config, run = store_run(Path("run")), Path("run")
     assert cli.main(["eval", "run", "--episodes", "3", "--json", "out.json"]) == 0
     printed = capsys.readouterr().out.splitlines()
     facts = json.loads((tmp_path / "out.json").read_text())
@@ -326,7 +308,7 @@ def test_eval_plays_the_saved_network_and_prints_the_mean(
 def test_a_runs_bare_name_is_found_in_runs_by_every_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    a_run_of_cartpole(capsys, Path("runs/one"))
+    store_run(Path("runs/one"))
     assert cli.main(["eval", "one", "--episodes", "1"]) == 0
     assert cli.main(["watch", "one"]) == 0
     with pytest.raises(CheckpointError, match="runs/one/checkpoints"):  # it has no spec
@@ -340,7 +322,7 @@ def test_stop_without_a_name_takes_the_run_that_is_running(
     stopped: list[Path] = []
     monkeypatch.setattr(runs, "stop", lambda run_dir: stopped.append(run_dir) or 0)
     for name in ("one", "two"):
-        a_run_of_cartpole(capsys, Path("runs") / name)
+        store_run(Path("runs") / name)
     with open("runs/one/.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         print(os.getpid(), file=lock, flush=True)
@@ -351,7 +333,7 @@ def test_stop_without_a_name_takes_the_run_that_is_running(
 def test_a_long_eval_reports_its_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a_run_of_cartpole(capsys)
+    store_run(Path("run"))
     assert cli.main(["eval", "run", "--episodes", "3"]) == 0
     assert capsys.readouterr().err == ""  # it took less than ten seconds
     monkeypatch.setattr("zapex.cli.play._PROGRESS_S", 0.0)
@@ -367,7 +349,7 @@ def test_a_video_drawn_by_pygame_needs_no_window_and_prints_nothing_else(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    a_run_of_cartpole(capfd)
+    store_run(Path("run"))
     assert cli.main(["eval", "run", "--episodes", "1", "--video", "game.mp4"]) == 0
     out, err = capfd.readouterr()
     assert err == ""

@@ -2,19 +2,14 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from zapex.agent.architecture import layers, parameter_shapes, state_shapes
+from tests.support.stored_run import store_run
 from zapex.cli import main as cli
 from zapex.config.settings import Config
-from zapex.run import checkpoints, networked, train
+from zapex.run import networked, train
 
 RUN = ["--run-dir", "run", "--resume", "auto"]
-CARTPOLE = {
-    "env_id": "CartPole-v1", "observation_shape": [4], "observation_dtype": "float32",
-    "num_actions": 2,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -38,13 +33,7 @@ def test_a_missing_run_is_started(configs: list[Config]) -> None:
 
 
 def test_a_run_with_a_checkpoint_is_resumed_with_its_settings(configs: list[Config]) -> None:
-    zapex_train("--hidden", "8", "--seed", "3")
-    Path("run").mkdir()
-    Path("run/config.toml").write_text(configs.pop().to_toml())
-    state = {"schema": CARTPOLE, "counters": {}, "params_version": 1, "totals": {}}
-    shapes = state_shapes(parameter_shapes(layers((4,), np.float32, 2, 8)))
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    checkpoints.save(Path("run/checkpoints"), checkpoints.step_name(5), tensors, state)
+    store_run(Path("run"), seed=3)
     zapex_train()
     (config,) = configs
     assert (config.run.resume, config.run.run_dir) == ("run", "run")

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-from zapex.agent import networks
-from zapex.agent.learning import DQN
+from tests.support.stored_run import store_run
 from zapex.cli import main as cli
-from zapex.config.settings import Config
-from zapex.envs import environments
-from zapex.run import checkpoints
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -45,16 +41,7 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def store(env: str, kwargs: dict[str, Any] | None = None) -> str:
     """A run of CartPole whose settings name another environment."""
-    config = Config().replace(env=env, env_kwargs=kwargs or {}, hidden=8, batch_size=8)
-    Path("run").mkdir()
-    Path("run/config.toml").write_text(config.to_toml())
-    spec = environments.check("CartPole-v1")
-    dqn = DQN(networks.build((4,), "float32", 2, 8, device="cpu"))  # type: ignore[arg-type]
-    schema = {"num_actions": spec.num_actions}
-    checkpoints.save(
-        Path("run/checkpoints"), checkpoints.step_name(1), dqn.state_dict_tensors(),
-        {"schema": schema},
-    )  # fmt: skip
+    store_run(Path("run"), env=env, env_kwargs=kwargs or {})
     return "run"
 
 
