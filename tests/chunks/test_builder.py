@@ -236,7 +236,7 @@ SEEDS = st.integers(0, 2**31)
 PADDINGS = st.sampled_from(["zero", "repeat", "distinct"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     seed=SEEDS, streams=st.integers(1, 4), stack=st.integers(1, 4),
     n=st.integers(1, 4), more=st.integers(0, 9), padding=PADDINGS,
@@ -257,7 +257,7 @@ def test_chunks_hold_what_the_naive_twin_has(
         check_frames(store, closed)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     seed=SEEDS, streams=st.integers(1, 3), stack=st.integers(1, 4), level=st.integers(1, 4),
     n=st.integers(1, 3), more=st.integers(0, 5), padding=PADDINGS, level_padding=PADDINGS,

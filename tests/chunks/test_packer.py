@@ -64,7 +64,7 @@ def frames_in_use(replay, name="obs"):
     return total
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31), stack=st.integers(1, 4), n=st.integers(1, 4),
     padding=st.sampled_from(["zero", "repeat", "distinct"]), shuffled=st.booleans(),

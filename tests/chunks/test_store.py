@@ -146,7 +146,7 @@ def test_keys_of_nobody_of_others_and_of_nonsense_are_not_found():
     assert (indices == -1).all()
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     shard=st.integers(0, 127), generation=st.integers(1, (1 << GENERATION_BITS) - 1),
     slot=st.integers(0, 7), offset=st.integers(0, CHUNK - 1),
@@ -361,7 +361,7 @@ def test_who_keeps_a_copy_is_told_before_a_slot_is_evicted():
     assert store.header_rows[slots, STATE].tolist() == [FREE, FREE, LIVE]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from("geardn"), max_size=60))
 def test_a_slot_is_in_exactly_one_place_whatever_happens(operations):
     store = new_store(6)

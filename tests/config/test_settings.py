@@ -110,7 +110,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 @given(
     kwargs=st.dictionaries(st.text(), plain, max_size=3),
     exp=st.from_regex(r"[\w.+=@-]+", fullmatch=True),

@@ -7,13 +7,14 @@ import pytest
 from tests.fuzz.decoders import decoders
 from tests.fuzz.fuzz import CORPUS, Campaign, Meter, blind_with
 
-NAMES = sorted(decoders())
+DECODERS = decoders()
+NAMES = sorted(DECODERS)
 
 
 @pytest.fixture(scope="module")
 def campaigns():
     meter = Meter()
-    yield {name: Campaign(decoder, meter) for name, decoder in decoders().items()}
+    yield {name: Campaign(decoder, meter) for name, decoder in DECODERS.items()}
     meter.close()
 
 
@@ -32,7 +33,7 @@ def test_what_was_once_found_is_taken_or_refused_in_little_memory(campaigns, nam
 def test_mutants_are_taken_or_refused_in_little_memory(campaigns, name):
     campaign, draw = campaigns[name], random.Random(7)
     before, blind = campaign.taken, blind_with(draw)
-    mutants = 150 if name in ("server", "library") else 400  # whole sessions take longer
+    mutants = 60 if name in ("server", "library", "snapshot") else 200  # whole sessions take longer
     for _ in range(mutants):
         campaign.one(campaign.decoder.mutate(campaign.start(draw), draw, blind))
     assert before < campaign.taken < before + mutants

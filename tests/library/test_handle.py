@@ -43,8 +43,18 @@ from zapex.library.handle_server import HandleServer
 from zapex.replay.core import ReplayLayout
 from zapex.wire.messages import Request
 
-pytestmark = pytest.mark.timeout(100)
-DEADLINE_S = 60.0  # a busy machine is no failure
+pytestmark = pytest.mark.timeout(300)
+DEADLINE_S = 120.0  # a busy machine is no failure
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_compiled():
+    """Otherwise all processes of the first tests compile them at once, beside each other."""
+    replay = new_replay(n=3)
+    with replay.writer(STREAMS) as writer:
+        play(1, writer, steps=20)
+    replay.extend(**rows_from(2)[0])
+    replay.update_priorities(replay.sample(8).keys, np.ones(8))
 
 
 def until(ready, what):

@@ -53,7 +53,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(events)
 def test_it_does_what_a_dict_of_questions_does_whoever_dies(found: list[tuple[str, int]]) -> None:
     exchange, naive = make(), NaiveExchange()

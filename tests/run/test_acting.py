@@ -109,7 +109,9 @@ def test_phases_cover_all_time_of_a_role(inference: str, tmp_path: Path, hosts: 
         assert 0 < seconds <= time.perf_counter() - began, name
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Breakout-v5"])
+@pytest.mark.parametrize(
+    "env", ["CartPole-v1", pytest.param("ALE/Breakout-v5", marks=pytest.mark.slow)]
+)
 def test_central_inference_gives_the_same_experience(
     env: str, tmp_path: Path, hosts: list[Host]
 ) -> None:
@@ -169,7 +171,9 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] == "torch"))
 """
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "ALE/Breakout-v5"])
+@pytest.mark.parametrize(
+    "env", ["CartPole-v1", pytest.param("ALE/Breakout-v5", marks=pytest.mark.slow)]
+)
 def test_actor_with_central_inference_imports_no_torch(env: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, env],

@@ -44,6 +44,7 @@ def test_the_model_holds(model: str, tmp_path: Path) -> None:
     assert errors_of(model, tmp_path) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "removed"), [(model, rule) for model, rules in NEEDED.items() for rule in rules]
 )

@@ -308,7 +308,7 @@ def mutants(draw: st.DrawFn) -> list[bytes]:
 
 
 @given(mutants())
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 def test_mutants_of_real_messages_are_messages_or_refused(parts: list[bytes]) -> None:
     decode_or_refuse(parts)
 
