@@ -1,12 +1,16 @@
 """Who has which actor numbers, and for how long: sessions under a clock of the test's own."""
 
+import random
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tests.fuzz.decoders import FORM
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import HEADER_WORDS
-from zapex.host.roster import Roster
+from zapex.host.roster import NO_HOST, Roster
 from zapex.net import sessions as net_sessions
 from zapex.net.sessions import Session, Sessions
 from zapex.wire.messages import Error, Fault, Hello
@@ -22,10 +26,17 @@ class Clock:
         return self.now_s
 
 
+def sessions_over(
+    actors: int, memory: Any, clock: Clock, *, takes_learner: bool = True
+) -> tuple[Sessions, Roster]:
+    """A server's sessions, and its roster on the memory that a former one has left."""
+    roster = Roster(memory, actors, np.zeros((1, HEADER_WORDS), np.int64))
+    return Sessions(FORM, CONFIG, roster, takes_learner, clock), roster
+
+
 def sessions_of(actors: int, clock: Clock, *, takes_learner: bool = True) -> Sessions:
-    headers = np.zeros((1, HEADER_WORDS), np.int64)
-    roster = Roster(aligned_zeros(Roster.required_bytes(actors)), actors, headers)
-    return Sessions(FORM, CONFIG, roster, takes_learner, clock)
+    memory = aligned_zeros(Roster.required_bytes(actors))
+    return sessions_over(actors, memory, clock, takes_learner=takes_learner)[0]
 
 
 def joins(
@@ -120,3 +131,59 @@ def test_only_so_many_clients_are_admitted(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(joins(sessions, 3, role="reader"), Session)
     sessions.forget_peer(b"2.1")
     assert isinstance(joins(sessions, 4), Session)
+
+
+HOSTS, NUMBERS = 24, 12
+SILENT_S, STARTS_S = 10.0, 60.0  # docs/wire_protocol.md
+
+
+def test_hours_of_hosts_that_come_and_go_share_no_number_and_refuse_none_wrongly() -> None:
+    """Beside a naive twin: who owns which number, and who was heard when."""
+    rng, clock = random.Random(1), Clock()
+    memory = aligned_zeros(Roster.required_bytes(NUMBERS))
+    owner: dict[int, int] = {}
+    incarnation = dict.fromkeys(range(1, HOSTS + 1), 1)
+    counts = Counter[str]()
+    heard: dict[int, tuple[float, bool]] = {}  # when, and whether it has said more than hello
+    started_s = 0.0
+    sessions, roster = sessions_over(NUMBERS, memory, clock)
+
+    def is_gone(host: int) -> bool:
+        if clock.now_s - started_s < SILENT_S:
+            return False  # a new server does not know who is there
+        at_s, spoke = heard.get(host, (-1e9, False))
+        return clock.now_s - at_s >= (SILENT_S if spoke else STARTS_S)
+
+    for _ in range(20_000):
+        clock.now_s += rng.expovariate(2.0)
+        host, what = rng.randint(1, HOSTS), rng.random()
+        peer = f"{host}.{incarnation[host]}".encode()
+        mine = {number for number, of in owner.items() if of == host}
+        if what < 0.002:  # a server that is started again on the same memory
+            sessions, roster = sessions_over(NUMBERS, memory, clock)
+            started_s, heard = clock.now_s, {}
+            counts["restarts"] += 1
+        elif (session := sessions.known(peer)) is not None:
+            if what < 0.1:
+                sessions.leave(session)
+                owner = {number: of for number, of in owner.items() if of != host}
+            elif what < 0.2 or not mine:  # it is killed, or another has its number by now
+                sessions.forget_peer(peer)
+                incarnation[host] += 1
+                counts["lost"] += not mine
+            else:
+                sessions.of_peer(peer)
+                heard[host] = clock.now_s, True
+        elif what < 0.5:
+            gone = {number for number, of in owner.items() if is_gone(of)}
+            free = set(range(NUMBERS)) - owner.keys()
+            found = joins(sessions, host, incarnation[host])
+            assert isinstance(found, Session) == bool(mine or free or gone)
+            counts["refused"] += isinstance(found, Error)
+            if isinstance(found, Session):
+                assert set(found.actors) <= mine | free | gone, "its host is there"
+                counts["taken over"] += bool(set(found.actors) & (gone - mine))
+                owner |= dict.fromkeys(found.actors, host)
+                heard[host] = clock.now_s, False
+        assert all(roster.host(n) == owner.get(n, NO_HOST) for n in range(NUMBERS))
+    assert all(counts[name] > 10 for name in ("restarts", "lost", "refused", "taken over")), counts
