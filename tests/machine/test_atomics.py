@@ -137,7 +137,7 @@ def _stream_kernel(
 
 @pytest.mark.parametrize("copy", [_copy_kernel, _stream_kernel])
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 100, 127, 128, 129, 191, 192, 255, 7056])
-def test_copies_are_of_these_bytes_and_no_other(copy: Callable[..., Any], n: int) -> None:
+def test_copies_touch_only_the_given_bytes(copy: Callable[..., Any], n: int) -> None:
     source = np.random.default_rng(n).integers(1, 255, 8000).astype(np.uint8)
     for from_line in (0, 3, 64):
         target = np.zeros(8000, np.uint8)
@@ -162,7 +162,7 @@ def _compare_kernel(a: Any, a_offset: int, b: Any, b_offset: int, n: int) -> int
     return atomics.compare_bytes(a, a_offset, b, b_offset, n)
 
 
-def test_compare_bytes_finds_one_byte_that_differs_and_looks_at_no_other() -> None:
+def test_compare_bytes_finds_one_differing_byte() -> None:
     a = np.random.default_rng(0).integers(0, 255, 300).astype(np.uint8)
     b = np.concatenate([np.zeros(5, np.uint8), a])
     assert _compare_kernel(a, 10, b, 15, 200) == 0
@@ -196,9 +196,9 @@ def test_without_jit_the_operations_mean_the_same() -> None:
         "from tests.machine.test_atomics import *\n"
         "from tests.machine.test_atomics import _access_kernel, _copy_kernel, _stream_kernel\n"
         "test_what_is_stored_is_loaded()\n"
-        "test_copies_are_of_these_bytes_and_no_other(_copy_kernel, 100)\n"
-        "test_copies_are_of_these_bytes_and_no_other(_stream_kernel, 200)\n"
-        "test_compare_bytes_finds_one_byte_that_differs_and_looks_at_no_other()\n"
+        "test_copies_touch_only_the_given_bytes(_copy_kernel, 100)\n"
+        "test_copies_touch_only_the_given_bytes(_stream_kernel, 200)\n"
+        "test_compare_bytes_finds_one_differing_byte()\n"
     )
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)

@@ -55,7 +55,7 @@ events = st.lists(
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(events)
-def test_it_does_what_a_dict_of_questions_does_whoever_dies(found: list[tuple[str, int]]) -> None:
+def test_exchange_equals_a_dict_of_questions_under_deaths(found: list[tuple[str, int]]) -> None:
     exchange, naive = make(), NaiveExchange()
     askers, one = [asker(exchange, place) for place in range(PLACES)], answerer(exchange)
     for place in range(PLACES):
@@ -135,7 +135,7 @@ def test_neighbours_are_read_in_place_and_others_are_gathered() -> None:
     np.testing.assert_array_equal(apart, np.concatenate([items(3), items(4)]))
 
 
-def test_who_answers_and_who_asks_are_woken_after_the_store() -> None:
+def test_both_ends_are_woken_after_the_store() -> None:
     exchange, woken = make(), []
     one = exchange.answerer([lambda i=i: woken.append(asks[i].answered()) for i in range(PLACES)])
     asks = [

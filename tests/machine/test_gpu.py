@@ -29,7 +29,7 @@ def test_what_torch_answers_is_the_gpu_with_the_drivers_version(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("problem", "mend"),
+    ("problem", "hint"),
     [
         ("torch 2.13.0+cpu is not built for CUDA", "make venv TORCH=cuda"),
         ("The NVIDIA driver on your system is too old (found version 11040)", "update"),
@@ -38,20 +38,20 @@ def test_what_torch_answers_is_the_gpu_with_the_drivers_version(tmp_path: Path) 
         ("CUDA error: unknown error", "nvidia-smi"),
     ],
 )
-def test_each_problem_has_its_mend(problem: str, mend: str, tmp_path: Path) -> None:
+def test_each_problem_has_its_hint(problem: str, hint: str, tmp_path: Path) -> None:
     found = gpu.look(lambda: json.dumps({"problem": problem}), tmp_path)
     assert problem in str(found)
-    assert mend in found.hint
+    assert hint in found.hint
 
 
 @pytest.mark.parametrize("answer", ["", "Segmentation fault", "[]", "{}", '{"capability": 3}'])
-def test_an_answer_that_is_none_is_a_problem_and_no_crash(answer: str, tmp_path: Path) -> None:
+def test_unusable_answer_is_a_problem(answer: str, tmp_path: Path) -> None:
     found = gpu.look(lambda: answer, tmp_path)
     assert "torch does not answer" in found.problem
     assert "nvidia-smi" in found.hint
 
 
-def test_a_child_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:
+def test_child_that_does_not_start_is_a_problem(tmp_path: Path) -> None:
     def ask() -> str:
         raise OSError("no more processes")
 

@@ -39,7 +39,7 @@ def run_in(root: Path, cache: Path, says: bool = True) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_an_edit_of_a_kernel_in_a_package_runs_in_kernels_of_others(tmp_path: Path) -> None:
+def test_edited_kernel_runs_in_kernels_that_inline_it(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "zapex", ignore=shutil.ignore_patterns("__pycache__"))
     cache = tmp_path / "cache"
     applied, stale, hits, first = run_in(tmp_path, cache)

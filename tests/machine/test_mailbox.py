@@ -74,7 +74,7 @@ def _publish_half_kernel(words: Any, cells: Any, cell_bytes: int, value: Any) ->
     copy_bytes(cells, cell * cell_bytes, value, 0, value.size // 2)
 
 
-def test_a_writer_that_dies_while_writing_is_survived() -> None:
+def test_value_survives_a_writer_that_dies_while_writing() -> None:
     memory = make_memory()
     writer, reader = Mailbox(memory, SIZE), Mailbox(memory, SIZE)
     out = np.zeros(SIZE, np.uint8)
@@ -89,7 +89,7 @@ def test_a_writer_that_dies_while_writing_is_survived() -> None:
         np.testing.assert_array_equal(out, value_of(version + 1))
 
 
-def test_a_writer_that_dies_between_whole_and_published_is_not_seen() -> None:
+def test_unpublished_value_of_a_dead_writer_is_not_read() -> None:
     memory = make_memory()
     writer, reader = Mailbox(memory, SIZE), Mailbox(memory, SIZE)
     writer.publish(3, value_of(3))
@@ -105,7 +105,7 @@ def test_a_writer_that_dies_between_whole_and_published_is_not_seen() -> None:
     np.testing.assert_array_equal(out, value_of(40))
 
 
-def test_a_read_that_the_writer_overtakes_is_not_taken_for_whole() -> None:
+def test_overtaken_read_is_torn() -> None:
     memory = make_memory()
     mailbox = Mailbox(memory, SIZE)
     mailbox.publish(1, value_of(1))

@@ -37,7 +37,7 @@ class Kernel:
     [(2, True, [(3, [0, 1]), (0, [])]), (4, True, [(3, [0, 1, 2, 3]), (0, [])]),
      (1, True, []), (2, False, [])],
 )  # fmt: skip
-def test_pages_come_from_all_nodes_in_turn_where_that_is_asked_for(
+def test_pages_are_interleaved_over_all_nodes(
     tmp_path: Path, nodes: int, wanted: bool, policies: list[tuple[int, list[int]]]
 ) -> None:
     kernel = Kernel()
@@ -46,14 +46,14 @@ def test_pages_come_from_all_nodes_in_turn_where_that_is_asked_for(
     assert kernel.set == policies
 
 
-def test_the_policy_is_put_back_after_an_error(tmp_path: Path) -> None:
+def test_policy_is_restored_after_an_error(tmp_path: Path) -> None:
     kernel = Kernel()
     with pytest.raises(KeyError), segment.interleaved(True, machine(tmp_path, 2), kernel):
         raise KeyError
     assert kernel.set[-1] == (0, [])
 
 
-def test_a_kernel_that_refuses_is_told_with_the_mend(tmp_path: Path) -> None:
+def test_refused_policy_is_an_error_with_a_hint(tmp_path: Path) -> None:
     def refuse(mode: int, nodes: Collection[int]) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -72,11 +72,7 @@ def test_the_processors_near_the_gpu_are_those_of_its_node(
     assert resources.near_gpu(machine(tmp_path, nodes, gpu_node)) == cpus
 
 
-def test_a_machine_without_a_gpu_has_nothing_near_it(tmp_path: Path) -> None:
-    assert resources.near_gpu(tmp_path) == set()
-
-
-def test_this_kernel_takes_the_policy_and_gives_it_back() -> None:
+def test_this_kernel_sets_and_restores_the_policy() -> None:
     """Its own node is allowed wherever the call is; a sandbox may forbid the call."""
     try:
         segment.set_policy(3, [0])

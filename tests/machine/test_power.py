@@ -27,7 +27,7 @@ def test_joules_are_of_all_packages_and_not_of_their_parts_again(tmp_path):
     assert rapl.joules() == 0
 
 
-def test_a_counter_that_wraps_goes_on(tmp_path):
+def test_wrapped_counter_continues(tmp_path):
     zone(tmp_path, "intel-rapl:0", 999_000_000)
     rapl = Rapl(tmp_path)
     zone(tmp_path, "intel-rapl:0", 2_000_000)
@@ -48,14 +48,6 @@ def test_what_only_root_may_read_says_so(tmp_path):
     assert "only root" in rapl.why
 
 
-def test_a_zone_that_goes_away_is_no_longer_readable(tmp_path):
-    zone(tmp_path, "intel-rapl:0", 1)
-    rapl = Rapl(tmp_path)
-    (tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()
-    assert rapl.joules() is None
-    assert rapl.why
-
-
 class FakeNvml(types.SimpleNamespace):
     """NVIDIA's library, as far as it is used."""
 
@@ -72,13 +64,6 @@ class FakeNvml(types.SimpleNamespace):
 
     def nvmlDeviceGetUtilizationRates(self, gpu):  # noqa: N802
         return types.SimpleNamespace(gpu=40)
-
-
-def test_a_gpus_joules_and_use_are_nvmls():
-    library = FakeNvml()
-    nvml = Nvml(lambda: library)
-    library.energy_mj = 3_500
-    assert (nvml.why, nvml.joules(), nvml.use()) == ("", 2.5, 0.4)
 
 
 def test_a_gpu_without_its_library_or_without_a_driver_says_what_to_do():

@@ -54,7 +54,7 @@ def test_a_scheduler_may_give_fewer_cores_than_there_are(monkeypatch: pytest.Mon
         assert given_cores() == usable
 
 
-def test_idle_time_is_that_of_the_cores_that_may_be_used(tmp_path: Path) -> None:
+def test_idle_time_is_of_usable_cores(tmp_path: Path) -> None:
     mine = sorted(os.sched_getaffinity(0))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/stat").write_text(
@@ -107,7 +107,7 @@ def topology(cores: int, nodes: int = 1, smt: int = 2) -> dict[str, str]:
     return files
 
 
-def test_cores_are_physical_ones_and_nodes_are_those_that_may_be_used(tmp_path: Path) -> None:
+def test_cores_are_physical_and_nodes_usable(tmp_path: Path) -> None:
     files = topology(cores=32, nodes=2)
     whole = machine_at(tmp_path, files, cpus=set(range(64)))
     assert whole == Machine(32, 8 * GIB, 0, smt=2, nodes=2, cpu_bfloat16=True)
@@ -132,7 +132,7 @@ def test_the_kernels_lists_of_cpus_are_read(text: str, cpus: set[int]) -> None:
     assert parse_cpus(text) == cpus
 
 
-def test_a_kernel_without_nodes_has_none(tmp_path: Path) -> None:
+def test_kernel_without_numa_has_no_nodes(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path) == {}
     assert machine_at(tmp_path, {}).nodes == 1
 

@@ -261,14 +261,6 @@ def test_nothing_restarts_after_a_stop_signal(tmp_path):
         assert supervisor.pids == {}
 
 
-def test_child_without_restart_stays_dead(tmp_path):
-    with Supervisor() as supervisor:
-        supervisor.start(spec(tmp_path, SETUP + "raise SystemExit(7)"))
-        (died,) = until(supervisor, Died)
-        assert died.how == "exit status 7"
-        assert supervisor.poll(timeout_s=0.3) == []
-
-
 def test_missing_program_is_refused(tmp_path):
     missing = ProcessSpec(name="actor 3", argv=["/no/such"], log_path=tmp_path / "log")
     with Supervisor() as supervisor:
@@ -354,14 +346,6 @@ def test_stop_and_continue_of_a_child_are_noticed_within_3_s(tmp_path):
         assert supervisor.poll(timeout_s=1.5) == []  # said once
         supervisor.send_signal("actor 3", signal.SIGCONT)
         assert until(supervisor, Continued, deadline_s=3.0) == [Continued("actor 3", pid)]
-
-
-def test_poll_times_out(tmp_path):
-    with Supervisor() as supervisor:
-        supervisor.start(spec(tmp_path, SETUP + SLEEP))
-        began = time.monotonic()
-        assert supervisor.poll(timeout_s=0.2) == []
-        assert 0.2 <= time.monotonic() - began < 2.0
 
 
 PARENT = """

@@ -33,7 +33,7 @@ def test_what_is_ready_is_not_waited_for(event: int) -> None:
     assert Waiter(words, 0, event).wait(lambda: True, timeout_s=0)
 
 
-def test_nobody_is_woken_who_does_not_sleep(event: int) -> None:
+def test_awake_process_is_not_woken(event: int) -> None:
     words = np.zeros(1, np.int64)
     Waiter(words, 0, event)
     Waker(words, 0, event).wake()
@@ -75,7 +75,7 @@ def test_a_waker_that_dies_before_it_wakes_delays_no_longer_than_one_sleep(event
     assert len(looks) == 5
 
 
-def test_a_stale_event_wakes_nobody_for_good(event: int) -> None:
+def test_stale_event_wakes_once(event: int) -> None:
     words = np.zeros(1, np.int64)
     os.eventfd_write(event, 3)
     looks: list[float] = []
@@ -84,7 +84,7 @@ def test_a_stale_event_wakes_nobody_for_good(event: int) -> None:
     assert pending(event) == 0
 
 
-def test_an_exception_of_the_question_leaves_nobody_declared_asleep(event: int) -> None:
+def test_exception_in_ready_clears_the_sleeping_word(event: int) -> None:
     words, looks = np.zeros(1, np.int64), []
 
     def ready() -> bool:
@@ -140,7 +140,7 @@ def there_ring() -> ShmRing:
     return ShmRing(memory[-memory.ctypes.data % 64 :], 4, np.int64, create=True)
 
 
-def test_nobody_spins_where_there_is_a_role_for_every_core() -> None:
+def test_no_spinning_without_spare_cores() -> None:
     cores = Machine.look().cores
     assert spin_seconds(cores) == spin_seconds(cores + 1) == 0
     assert spin_seconds(cores - 1) > 0

@@ -66,7 +66,7 @@ def report(quick: bool = False, actors: int = 3) -> dict[str, Any]:
     return {"quick": quick, "time": "2026-11-22T10:00:00+00:00", "advice": advice}
 
 
-def test_a_result_is_kept_and_a_quick_one_never_replaces_a_whole_one(tmp_path: Path) -> None:
+def test_quick_result_never_replaces_a_full_one(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
     assert balance.kept(path) is None
     for quick, actors, wanted in ((True, 3, 3), (True, 4, 4), (False, 5, 5), (True, 6, 5)):

@@ -10,7 +10,7 @@ import pytest
 from zapex.errors import ConfigError
 from zapex.run import child
 
-ORDER = child.Order("learner", {}, {}, "run", -1, -1, [], {}, 0)
+ORDER = child.Order("learner", {}, -1, -1, [], {}, 0)
 
 
 def test_child_imports_nothing_large_before_its_setup() -> None:

@@ -117,9 +117,9 @@ class Memory:
         """The replay's process, as `zapex train` starts it."""
         fds = [self.control.fd, self.experience.fd, *self.eventfds]
         order = Order(
-            name="replay", config=self.run.config.to_dict(), spec=dataclasses.asdict(SPEC),
-            run_dir=str(self.run.run_dir), control_fd=fds[0], experience_fd=fds[1],
-            eventfds=self.eventfds, base={}, started_ns=time.perf_counter_ns(),
+            name="replay", run=dataclasses.asdict(self.run), control_fd=fds[0],
+            experience_fd=fds[1], eventfds=self.eventfds, base={},
+            started_ns=time.perf_counter_ns(),
         )  # fmt: skip
         return ProcessSpec(
             name="replay", argv=[sys.executable, "-m", "zapex.run.child", order.to_json()],

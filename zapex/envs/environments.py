@@ -100,6 +100,7 @@ class EnvironmentSpec:
         parts = tuple((key, tuple(shape), dtype) for key, shape, dtype in self.parts)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "wrappers", tuple(self.wrappers))
+        object.__setattr__(self, "references", dict(self.references))
 
     def schema(self, n_step: int, gamma: float) -> Schema:
         """The columns of this environment's transitions."""

@@ -153,10 +153,10 @@ def typed(kind: Any, value: Any, name: str = "it") -> Any:
     elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
         found = {key: typed(inner[1], one, f"{name}.{key}") for key, one in value.items()}
         return defaultdict(float, found) if inner[1] is float else found
-    elif origin is tuple and isinstance(value, list):
-        kinds = inner[:1] * len(value) if Ellipsis in inner else inner
+    elif origin in (tuple, list) and isinstance(value, list):
+        kinds = inner[:1] * len(value) if origin is list or Ellipsis in inner else inner
         if len(kinds) == len(value):
-            return tuple(typed(*pair, name) for pair in zip(kinds, value, strict=True))
+            return origin(typed(*pair, name) for pair in zip(kinds, value, strict=True))
     elif dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         known = {

@@ -10,18 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zapex.errors import CheckpointError, ConfigError, Diverged, Fenced, Refused, RunOver
 from zapex.machine.child import DONE, Stop, child_setup, end_by_sigterm, run_until_stopped
 
 if TYPE_CHECKING:  # all of it imports numpy and numba
-    from zapex.run.run import Run
     from zapex.run.topologies import Start
 
 _LONGEST_WAIT_S = 0.2  # also how soon a waiting role notices that it must stop
-_TUPLES = ("numbers", "urls")  # of a Membership: JSON has lists
 
 
 @dataclass(frozen=True)
@@ -29,44 +26,23 @@ class Order:
     """What the parent hands to a child, as JSON on its command line; descriptors are inherited.
 
     Attributes:
+        run: a Run as plain values.
         base: the run's counters when it was resumed.
         path: where the parent finds modules.
     """
 
     name: str
-    config: dict[str, Any]
-    spec: dict[str, Any]
-    run_dir: str
+    run: dict[str, Any]
     control_fd: int
     experience_fd: int
     eventfds: list[int]
     base: dict[str, float]
     started_ns: int
-    membership: dict[str, Any] | None = None
-    wrap: str = ""
-    parameters: int = 0
     path: Sequence[str] = ()
 
     def to_json(self) -> str:
         """The order as the text of a command line."""
-        return json.dumps(vars(self))
-
-    def run(self) -> "Run":
-        """The run as this child sees it."""
-        from zapex.config.settings import Config
-        from zapex.envs.environments import EnvironmentSpec
-        from zapex.run.run import Membership, Run
-
-        facts = self.membership
-        return Run(
-            Config.from_dict(self.config),
-            EnvironmentSpec(**self.spec),
-            Path(self.run_dir),
-            int(self.base.get("steps", 0)),
-            Membership(**facts | {n: tuple(facts[n]) for n in _TUPLES}) if facts else None,
-            self.parameters,
-            self.wrap,
-        )
+        return json.dumps(vars(self), default=str)  # str: of paths
 
 
 def main(text: str) -> None:
@@ -86,13 +62,15 @@ def play(order: Order, incarnation: int) -> None:
     """Make the role over its host's memory, and run it until SIGTERM."""
     import numpy as np
 
+    from zapex.machine.reading import typed
     from zapex.machine.resources import near_gpu
     from zapex.machine.segment import Segment
+    from zapex.run.run import Run
     from zapex.run.topologies import Attended, Start, make_role, totals_of
     from zapex.shm_transport import HostMemory
 
     sys.path += [entry for entry in order.path if entry not in sys.path]  # after what is installed
-    run = order.run()
+    run: Run = typed(Run, order.run)
     plan = run.plan
     experience = np.empty(0, np.uint8)
     if order.experience_fd >= 0:

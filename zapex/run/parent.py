@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -86,23 +86,19 @@ def _process_specs(collector: Collector, fds: list[int]) -> Iterator[ProcessSpec
     config = run.config
     logs = run.run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    parameters = run.plan.parameter_bytes // 4  # counts a custom network's once for all
+    # The parameters of a custom network are counted once for all.
+    facts = asdict(replace(run, parameters=run.plan.parameter_bytes // 4))
     acts = "inference" if "inference" in run.part.roles else "actor"  # the other has no torch
     threads = {acts: config.actor.actor_threads, "learner": most_learner_threads(run)}
     for name, role in run.processes:
         order = Order(
             name=name,
-            config=config.to_dict(),
-            spec=asdict(run.spec),
-            run_dir=str(run.run_dir),
+            run=facts,
             control_fd=fds[0],
             experience_fd=fds[1] if len(fds) > 1 else -1,
             eventfds=eventfds,
             base=collector.base,
             started_ns=collector.started_ns,
-            membership=asdict(run.membership) if run.membership is not None else None,
-            wrap=run.wrap,
-            parameters=parameters,
             path=[os.path.abspath(entry) for entry in sys.path],
         )
         yield ProcessSpec(

@@ -150,6 +150,7 @@ class Monitor:
         self._pids: dict[str, int] = {}
         start = self._sums()
         self._first = (facts.started_ns, start)
+        self._startup_s = 0.0
         self._window = deque([(clock_ns(), start)])  # the last few looks, the base of all rates
 
     def add_episodes(self, records: NDArray[Any]) -> None:
@@ -217,7 +218,10 @@ class Monitor:
         counted = {name: x + self.facts.base.get(name, 0.0) for name, x in totals(found).items()}
         replay, wall_s = found.get("replay", {}), self.wall_s()
         stale = replay.get("updates_stale", 0.0)
-        progress, left_s = progress_of(self.facts, wall_s, counted["frames"], rates["frames"])
+        if not totals(found)["steps"]:  # the limit's clock starts with the session's first step
+            self._startup_s = wall_s - self.facts.base.get("wall_s", 0.0)
+        played_s = wall_s - self._startup_s
+        progress, left_s = progress_of(self.facts, played_s, counted["frames"], rates["frames"])
         roles = tuple(self._role_view(role, found[role], base[1][role]) for role in found)
         looks = [seen for _, seen in reversed(self._window)]
         return Snapshot(
