@@ -42,7 +42,13 @@ _FLAGS = [
     "--plain",
 ]
 _ACTOR = {"pull": "pull", "push": "push", "wait": "wait"}
-_LEARNER = {"gather": "sample", "update": "update", "publish": "set", "wait": "wait"}
+_LEARNER = {
+    "gather": "sample",
+    "update": "update",
+    "publish": "set",
+    "wait": "wait",
+    "fill": "wait",
+}
 _RELAY = {"push": "push", "pull": "pull", "report": "report", "idle": "wait"}
 _START_S, _END_S = 300.0, 60.0
 _SKIP = 4  # frames of a step

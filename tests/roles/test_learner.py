@@ -124,6 +124,16 @@ def test_learner_starts_by_publishing_and_prefetching() -> None:
     assert rig.learner.ready()
 
 
+def test_wait_for_the_first_batch_is_a_phase_of_its_own() -> None:
+    rig = Rig()
+    rig.learner.do_work()
+    assert rig.metrics.phase == "fill"
+    rig.source.there = 1
+    assert rig.learner.do_work() == 1
+    assert rig.learner.do_work() == 0
+    assert rig.metrics.phase == "wait"
+
+
 @pytest.mark.parametrize(("version", "first_version", "then"), [(7, 0, 8), (0, 9, 10), (4, 2, 5)])
 def test_published_versions_only_grow(version: int, first_version: int, then: int) -> None:
     assert Rig(version=version, first_version=first_version).sink.published == [then]

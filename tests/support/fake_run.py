@@ -35,6 +35,7 @@ _SHARES: dict[Role, dict[str, float]] = {
         "publish": 0.01,
         "checkpoint": 0.0,
         "other": 0.01,
+        "fill": 0.0,
     },
     "evaluator": {"evaluate": 0.1, "idle": 0.9},
 }

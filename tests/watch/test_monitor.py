@@ -211,6 +211,7 @@ def waits_of(role, phase, state, **gauges):
             {"live": 300},
             ["learner", "300", "min_size_to_sample=1000"],
         ),
+        ("learner", "fill", "filling", {"live": 300}, ["learner", "min_size_to_sample=1000"]),
         ("learner", "wait", "learner waits", {"owed": 30}, ["30", "samples_per_insert=4"]),
         ("learner", "wait", "no role waits", {}, ["batches", "replay is busy 0%"]),
         ("actor", "wait", "actors wait", {"owed": 960}, ["actors", "960", "tolerance=1024"]),

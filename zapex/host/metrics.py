@@ -70,8 +70,9 @@ TABLES: Final[dict[Role, RoleTable]] = {
     ),
     "learner": RoleTable(
         phases=("wait", "gather", "forward", "backward", "optimiser", "update", "publish",
-                "checkpoint", "other"),
+                "checkpoint", "other", "fill"),
         counters=("batches", "samples", "torn_rows", "shards_lost", "shards_back"),
+        # fill: the wait for the first batch, while the replay fills.
         # unsaved: the error number if the disk refused the newest checkpoint (evaluator: the best).
         # staleness: batches learned between the last batch's request and its learning step.
         # shards: of the run, if it has several; how many are away now, how often one went and came.
@@ -79,7 +80,7 @@ TABLES: Final[dict[Role, RoleTable]] = {
                 "priority_max", "staleness", "unsaved", "shards", "shards_away"),
         shown_as={"sample": ("gather",),
                   "compute": ("forward", "backward", "optimiser", "checkpoint", "other"),
-                  "set": ("update", "publish"), "wait": ("wait",)},
+                  "set": ("update", "publish"), "wait": ("wait", "fill")},
     ),
     "evaluator": RoleTable(
         phases=("evaluate", "idle"),

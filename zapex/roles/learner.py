@@ -130,7 +130,7 @@ class Learner:
         self._asked_at = deque([0] * source.outstanding)  # per request: batches learned
         for _ in range(source.outstanding, prefetch):
             self._request()
-        metrics.enter("wait")
+        metrics.enter("fill")
 
     def do_work(self) -> int:
         """Learn from one batch; 0 while there is none.
@@ -157,7 +157,7 @@ class Learner:
             self._finish()
         if self._clock_s() - self._published_s >= self._publish_period_s and finishes:
             self.publish()
-        metrics.enter("wait")
+        metrics.enter("wait" if self._learned or self._under_way else "fill")
         return int(finishes or sampled is not None)
 
     def _finish(self) -> None:

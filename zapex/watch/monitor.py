@@ -398,7 +398,7 @@ def explain_waits(
         waits.append((actor.phases["inference"], f"actors wait for Q values: {busy}"))
     if (learner := views.get("learner")) is not None:
         why = explained("filling", "learner waits") or f"the learner waits for batches: {busy}"
-        waits.append((learner.phases["wait"], why))
+        waits.append((learner.phases["wait"] + learner.phases["fill"], why))
     return tuple(f"{share:.0%} of the time, {why}" for share, why in waits if share > _WAITS)
 
 

@@ -642,8 +642,10 @@ def _waiting(snapshot: Snapshot) -> str:
     actor, learner = snapshot.role("actor"), snapshot.role("learner")
     parts = []
     if learner is not None:
-        share = learner.shares_total["wait"]
+        share, fill = learner.phases_total["wait"], learner.phases_total["fill"]
         parts.append(f"the learner waited {share:.1%} of its time for batches")
+        if fill:
+            parts.append(f"and {fill:.1%} for the first one")
     if actor is not None:
         share = actor.phases_total["wait"]
         parts.append(f"actors waited {share:.1%} of theirs for room in the replay")
