@@ -222,29 +222,6 @@ def test_a_kill_at_any_line_leaves_whole_checkpoints_and_the_next_save_cleans_up
     assert len(seen) >= 2  # the lines before, with and after the temporary file
 
 
-class Interrupted(BaseException):
-    """What a signal handler may raise anywhere."""
-
-
-def test_an_exception_at_any_line_leaves_whole_checkpoints_and_the_next_save_cleans_up(tmp_path):
-    name = step_name(4)
-    a_run(tmp_path / "run")
-    with EveryLine(lambda number: None) as lines:
-        save(copy(tmp_path / "run", tmp_path / "whole"), name, 2.0)
-    for wanted in range(1, lines.lines + 1):
-
-        def act(number, wanted=wanted):
-            if number == wanted:
-                raise Interrupted
-
-        run_dir = copy(tmp_path / "run", tmp_path / str(wanted))
-        with pytest.raises(Interrupted), EveryLine(act):
-            save(run_dir, name, 2.0)
-        assert_whole(run_dir)
-        save(run_dir, name, 2.0)
-        assert files(run_dir) == files(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("call", ["fsync", "replace", "open", "unlink"])
 def test_a_failing_disk_is_one_error_and_leaves_the_old_files(tmp_path, monkeypatch, call):
     a_run(tmp_path)

@@ -71,7 +71,7 @@ def result(run_dir: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", ["actor 0", "inference", "replay", "learner", "evaluator"])
 def test_run_recovers_from_the_death_of_a_role(tmp_path: Path, name: str, how: str) -> None:
@@ -82,7 +82,7 @@ def test_run_recovers_from_the_death_of_a_role(tmp_path: Path, name: str, how: s
     if name == "evaluator":  # only an evaluation ends this run
         words += ["--eval-period-s", "1", "--max-frames", "0", "--stop-at-return", "1"]
     with zapex(tmp_path, *words) as run:
-        said, _ = run.communicate(timeout=200)
+        said, _ = run.communicate(timeout=500)
     assert mark.exists(), said
     assert run.returncode == 0, said
     assert f"{name} died" in said
@@ -91,7 +91,7 @@ def test_run_recovers_from_the_death_of_a_role(tmp_path: Path, name: str, how: s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", WAYS)
 def test_run_recovers_from_the_death_of_a_relay(tmp_path: Path, how: str) -> None:
     mark, url = dies(tmp_path, "relay", how), f"ipc://{tmp_path}/socket"
@@ -101,21 +101,21 @@ def test_run_recovers_from_the_death_of_a_relay(tmp_path: Path, how: str) -> Non
         zapex(tmp_path, *learns, "--run-dir", "run") as replay,
         zapex(tmp_path, *plays, "--run-dir", "played") as actor,
     ):
-        said = [process.communicate(timeout=200)[0] for process in (replay, actor)]
+        said = [process.communicate(timeout=500)[0] for process in (replay, actor)]
     assert mark.exists(), said
     assert [replay.returncode, actor.returncode] == [0, 0], said
     assert "3,000 frames" in str(result(tmp_path / "run")["reason"]), said
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["exit 0", "os._exit", "exception"])
 @pytest.mark.parametrize("name", ["actor 0", "replay", "learner", "evaluator"])
 def test_run_fails_if_a_role_dies_again_and_again(tmp_path: Path, name: str, how: str) -> None:
     mark = dies(tmp_path, name, how, always=True)
     words = ["train", *RUN, "--max-frames", "0", "--eval-period-s", "1", "--run-dir", "run"]
     with zapex(tmp_path, *words) as run:
-        said, _ = run.communicate(timeout=200)
+        said, _ = run.communicate(timeout=500)
     assert mark.exists(), said
     assert run.returncode == 1, said
     assert name in str(result(tmp_path / "run")["reason"])
