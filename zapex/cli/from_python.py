@@ -127,6 +127,8 @@ class Settings(TypedDict, total=False):
     config: Text
     total_timesteps: Count
     trust: bool
+    more_minutes: float
+    more_frames: Count
 
 
 if TYPE_CHECKING:
