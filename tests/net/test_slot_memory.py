@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from zmq.utils import z85
 
 from tests.support.relays import Accounts, fill
 from tests.support.transport_rigs import (
@@ -24,13 +23,11 @@ from tests.support.transport_rigs import (
     until,
     url_of,
 )
-from tests.support.zmtp_peers import DEALER, LIMITS, CurveClient, drain, feed
+from tests.support.zmtp_peers import DEALER, LIMITS, drain, feed
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import COMMITTED, COUNT, GRANTED, LIVE, SEQUENCE, STATE, STREAM
 from zapex.chunks.store import ChunkStore
 from zapex.fstack.zmtp import Connection, Null
-from zapex.net import keys as curve_keys
-from zapex.net.keys import RoleKeys, Security
 from zapex.wire import messages as m
 from zapex.wire.protocol import Buffer
 
@@ -74,10 +71,7 @@ class Pushes:
 class Client:
     """One connection of a relay, byte by byte."""
 
-    def __init__(
-        self, server: NetworkReplay, host: int = 1, life: int = 1, channel: int = m.BULK,
-        keys: RoleKeys | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, server: NetworkReplay, host: int = 1, channel: int = m.BULK) -> None:
         self.server, self.messages = server, []
         address, port = server.url.removeprefix("tcp://").split(":")
         self.sock = socket.socket()
@@ -85,14 +79,10 @@ class Client:
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.connect_ex((address, int(port)))  # F-Stack answers only in turns
         until(lambda: select.select([], [self.sock], [], 0)[1], server.turn)
-        mechanism: Any = Null(DEALER)
-        if keys is not None:
-            own = z85.decode(keys.public), z85.decode(keys.secret)
-            mechanism = CurveClient(DEALER, *own, z85.decode(keys.publics["replay"]))
-        self.connection = Connection(mechanism, LIMITS)
+        self.connection = Connection(Null(DEALER), LIMITS)
         self.until(lambda: self.connection.ready)
         layout = form_of(layout_of(400, STREAMS)).layout
-        hello = m.Hello("relay", host, life, channel, layout.schema.hash, 1, CONFIG)
+        hello = m.Hello("relay", host, 1, channel, layout.schema.hash, 1, CONFIG)
         self.write(self.bytes_of(m.encode(hello)))
         self.until(lambda: self.messages)
 
@@ -167,14 +157,9 @@ def take_all(client: Client, pushes: Pushes, first: int, accounts: Accounts) -> 
     assert {(0, LIFE, n) for n in range(first, first + credit)} <= accounts.taken.keys()
 
 
-@pytest.mark.parametrize("with_keys", [False, True])
-def test_a_body_is_received_into_its_slot(with_keys: bool, tmp_path: Path) -> None:
-    pushes, server_keys, keys = Pushes(), None, None
-    if with_keys:
-        curve_keys.make(tmp_path / "keys")
-        server_keys, keys = (curve_keys.load(tmp_path / "keys", who) for who in ("replay", "relay"))
-    server = served(security=Security(server_keys, insecure_network=not with_keys))
-    client = Client(server, keys=keys)
+def test_a_body_is_received_into_its_slot() -> None:
+    pushes, server = Pushes(), served()
+    client = Client(server)
     client.until(lambda: states(server, GRANTED))
     message = pushes(0)
     data = client.bytes_of(message)

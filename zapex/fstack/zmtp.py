@@ -32,7 +32,9 @@ Buffer = memoryview
 """Contiguous bytes."""
 Message = list[Buffer]
 Place = Callable[[Sequence[Buffer], int], Buffer | None]
-"""Writable memory for the next frame: the message's earlier frames, bytes. None: new memory."""
+"""Writable memory for the next frame: the message's earlier frames, bytes. None: new memory.
+
+Not asked for encrypted frames."""
 
 GREETING_BYTES = 64
 _UNTOUCHED_BYTES = 1 << 16  # from this size on new memory is not set to zero first
@@ -415,8 +417,7 @@ class Connection:
         if not self.ready:
             self._take_handshake(body)
             return
-        if self.mechanism.added_bytes:
-            flags, body = self._opened(flags, body)
+        flags, body = self.mechanism.open(flags, body)
         if flags & COMMAND:
             self._take_command(*split_command(body))
             return
@@ -424,17 +425,6 @@ class Connection:
         if not flags & MORE:
             messages.append(self._message)
             self._message = []
-
-    def _opened(self, flags: int, body: Buffer) -> tuple[int, Buffer]:
-        """A sealed frame's flags and body. A copy puts the body where the caller wants it."""
-        flags, plain = self.mechanism.open(flags, body)
-        if flags & COMMAND or self._place is None:
-            return flags, plain
-        placed = self._place(self._message, len(plain))
-        if placed is None:
-            return flags, plain
-        placed[:] = plain
-        return flags, placed
 
     def _take_handshake(self, body: Buffer) -> None:
         name, data = split_command(body)
