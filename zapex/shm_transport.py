@@ -21,7 +21,7 @@ block another role:
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,10 @@ from zapex.machine.exchange import Exchange
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.segment import map_ahead
 from zapex.machine.waiting import Waker
-from zapex.replay.draw import Draw, Gatherer
+from zapex.replay.draw import REQUEST, Draw, Gatherer
 from zapex.shm_ring import RingsWithRecords, ShmRing
 from zapex.transport import Incarnation, Sampled
+from zapex.wire.messages import Request
 
 _UNKNOWN = -1  # not an incarnation, and not 0 (dead)
 
@@ -78,6 +79,10 @@ class HostMemory:
             place = self.plan.place(self.control, f"ring {name}")
             self._rings[name] = ShmRing(place, capacity, dtype, create=self.create)
         return self._rings[name]
+
+    def calls(self) -> "Calls":
+        """The rings of the learner's link."""
+        return self.ring("requests"), self.ring("answers"), self.ring("updates")
 
     def used_rings(self, names: Iterable[str]) -> RingsWithRecords:
         """Says which of these rings have records."""
@@ -258,39 +263,117 @@ class ShmExperienceSource:
         self._wakers[actor].wake()
 
 
-class ShmSampleSource:
+Calls = tuple[ShmRing, ShmRing, ShmRing]
+"""The rings of requests, answers and updates."""
+
+
+class _Place(NamedTuple):
+    """The arrays of an answer in its ring, with columns of (rows,): to make them takes long."""
+
+    numbers: NDArray[np.int64]
+    total: NDArray[np.float64]
+    smallest: NDArray[np.float64]
+    keys: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    leaves: NDArray[np.float64]
+
+
+class _Places:
+    """The answers in a ring."""
+
+    def __init__(self, answers: ShmRing) -> None:
+        self._answers = answers
+        self._known: dict[int, _Place] = {}
+
+    def at(self, sequence: int, rows: int | None = None) -> _Place:
+        """The place of an answer, and if `rows` is given for a draw of so many rows."""
+        index = sequence & (self._answers.capacity - 1)
+        place = self._known.get(index)
+        if place is None or (rows is not None and len(place.keys) != rows):
+            record = self._answers.records[index : index + 1]
+            draw = record["draw"]
+            columns = (draw[name][0, :rows] for name in ("keys", "indices", "leaves"))
+            place = _Place(record["numbers"][0], draw["total"], draw["smallest"], *columns)
+            self._known[index] = place
+        return place
+
+
+class Caller:
+    """An end that asks: a learner's, or a client's of a replay's handle.
+
+    It produces requests and updates, and consumes answers, in the order of the requests.
+    """
+
+    def __init__(self, calls: Calls, owner: Waker) -> None:
+        requests, answers, updates = calls
+        self._requests, self._updates = requests.producer(), updates.producer()
+        self._answers, self._owner = answers.consumer(), owner
+        self._places, self._oldest = _Places(answers), 0
+        self._request = np.empty(1, REQUEST)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests whose answer is not released yet, with those of former incarnations.
+
+        Only this end writes the two words, and answer n is for request n. So an unfinished step
+        of the replay does not change this number.
+        """
+        return self._requests.ring.tail - self._answers.ring.head
+
+    def ask(self, kind: int, rows: int = 0, option: int = 0) -> None:
+        """Send a request."""
+        self._request[0] = kind, rows, option
+        if not self._requests.try_offer(self._request):
+            raise PeerError("more is asked for than the ring of requests holds")
+        # STEP batch-requested
+        self._owner.wake()
+
+    def ready(self) -> bool:
+        """Whether there is an answer."""
+        return self._answers.ring.used > 0
+
+    def answer(self) -> list[int] | None:
+        """The numbers of the oldest answer, or None if there is none. It stays until `release`."""
+        self._oldest, count = self._answers.poll(1)
+        return self._places.at(self._oldest).numbers.tolist() if count else None
+
+    def draw(self, rows: int, count: int = 0) -> Draw:
+        """The draw of that answer; its columns are valid until `release`."""
+        place = self._places.at(self._oldest, rows)
+        total, smallest = place.total.item(), place.smallest.item()
+        return Draw(place.keys, place.indices, place.leaves, total, count, smallest)
+
+    def release(self) -> None:
+        """Release the oldest answer: the slots of its draw may be filled again."""
+        self._answers.release(1)
+
+    def update(self, keys: NDArray[np.int64], priorities: NDArray[Any]) -> bool:
+        """Send new priorities; the next request wakes the replay. False while the ring is full."""
+        sequence = self._updates.try_claim(1)
+        if sequence < 0:
+            return False
+        record, rows = self._updates.ring.record(sequence), len(keys)
+        record["keys"][:rows], record["priorities"][:rows] = keys, priorities
+        # STEP update-written
+        self._updates.commit(1)
+        # STEP update-sent
+        return True
+
+
+class ShmSampleSource(Caller):
     """The learner's end: keys come through a ring, rows are gathered from the slots.
 
     how: threads and frames, as of Gatherer; threads are used if `poll` gets the next batch.
     """
 
     def __init__(self, host: HostMemory, *how: Any) -> None:
+        super().__init__(host.calls(), host.waker("replay"))
         self._gatherer = Gatherer(host.store(), host.plan.beta, *how)
         self._batch_size = host.plan.batch_size
-        self._requests = host.ring("requests").producer()
-        self._answers = host.ring("answers").consumer()
-        self._updates = host.ring("updates").producer()
-        self._replay = host.waker("replay")
-
-    @property
-    def outstanding(self) -> int:
-        """Requests whose answer is not polled yet, with those of former incarnations.
-
-        Only the learner writes the two words, and answer n is for request n. So an unfinished step
-        of the replay does not change this number.
-        """
-        return self._requests.ring.tail - self._answers.ring.head
 
     def request(self) -> None:
         """Ask for one more batch."""
-        if not self._requests.try_offer(np.array([self._batch_size])):
-            raise PeerError("more batches are asked for than the ring of requests holds")
-        # STEP batch-requested
-        self._replay.wake()
-
-    def ready(self) -> bool:
-        """Whether a batch can be polled."""
-        return self._answers.ring.used > 0
+        self.ask(Request.SAMPLE, self._batch_size)
 
     def poll(self, batch: Batch, following: Batch | None = None) -> Sampled | None:
         """Gather the oldest answered batch into `batch`, with weights and keys, or None."""
@@ -298,7 +381,7 @@ class ShmSampleSource:
             return None
         torn, live = self._gatherer.finish(batch)
         # STEP batch-gathered
-        self._answers.release(1)  # now the replay may grant evicted slots again
+        self.release()  # now the replay may grant evicted slots again
         # STEP batch-released
         if following is not None and self._gatherer.threads:
             self._begin(following)
@@ -306,45 +389,25 @@ class ShmSampleSource:
 
     def _begin(self, batch: Batch) -> bool:
         """Begin to gather the oldest answer; False if there is none. It stays in the ring."""
-        sequence, count = self._answers.poll(1)
-        if count:
-            record = self._answers.ring.record(sequence)
-            self._gatherer.begin(Draw.read(record["draw"], int(record["count"])), batch)
-        return bool(count)
-
-    def update(self, keys: NDArray[np.int64], priorities: NDArray[np.float32]) -> bool:
-        """Send new priorities; the next request wakes the replay. False while the ring is full."""
-        sequence = self._updates.try_claim(1)
-        if sequence < 0:
-            return False
-        ring = self._updates.ring
-        record = ring.record(sequence)
-        record["keys"], record["priorities"] = keys, priorities
-        # STEP update-written
-        self._updates.commit(1)
-        # STEP update-sent
-        return True
+        numbers = self.answer()
+        if numbers is not None:
+            self._gatherer.begin(self.draw(self._batch_size, count=numbers[1]), batch)
+        return numbers is not None
 
 
-class ShmSampleSink:
-    """The replay's end of the learner's link."""
+class Answerer:
+    """The replay's end of a Caller's rings. client: wakes the caller."""
 
-    def __init__(self, host: HostMemory) -> None:
-        self.rows = lambda: host.plan.batch_size
-        self._requests, self._updates = (host.ring(n).consumer() for n in ("requests", "updates"))
-        self._answers = host.ring("answers").producer()
-        self._learner = host.waker("learner")
-        self._incarnations = host._incarnations
-        self._learner_word = host.plan.role_index("learner") * STRIDE_WORDS
-        # Answer n is for request n. If a replay died between the two stores of `answer`, it left
+    def __init__(self, calls: Calls, client: Waker) -> None:
+        requests, answers, updates = calls
+        self._requests, self._updates = requests.consumer(), updates.consumer()
+        self._answers, self._client = answers.producer(), client
+        self._places = _Places(answers)
+        # Answer n is for request n. If a replay died between the two stores of `reply`, it left
         # a request that is already answered. A second answer would be one batch too many.
-        answered = self.issued - self._requests.ring.head
+        answered = self.issued - requests.head
         if answered > 0:
             self._requests.take(answered)
-
-    def ready(self) -> bool:
-        """Whether there are new updates."""
-        return self._updates.ring.used > 0
 
     @property
     def issued(self) -> int:
@@ -353,36 +416,42 @@ class ShmSampleSink:
 
     @property
     def released(self) -> int:
-        """How many answers the learner has gathered. While it is dead: all answers.
-
-        Otherwise no slot would leave quarantine until the learner restarts, and the actors would
-        stop.
-        """
-        if not load_kernel(self._incarnations, self._learner_word):
-            return self.issued
+        """How many answers the caller has released; it does not read them again."""
         return self._answers.ring.head
 
+    def is_asked(self) -> bool:
+        """Whether there is a request, and every answer was released."""
+        return self._requests.ring.used > 0 and self._answers.ring.used == 0
+
     def requests(self) -> int:
-        """How many batches are requested and not answered. Each has room for its answer."""
+        """How many requests have no answer. Each has room for one."""
         return self._requests.poll(self._requests.ring.capacity)[1]
 
-    def answer(self, draw: Draw) -> None:
-        """Answer one request."""
+    def request(self) -> tuple[int, int, int]:
+        """The oldest of them: kind, rows, option."""
+        sequence, _ = self._requests.poll(1)
+        kind, rows, option = self._requests.ring.record(sequence).item()
+        return kind, rows, option
+
+    def reply(self, a: int = 0, b: int = 0, draw: Draw | None = None, error: int = 0) -> None:
+        """Answer the oldest request that `request` or `requests` has seen; see `answer_dtype`."""
         sequence = self._answers.try_claim(1)
         if sequence < 0:
-            raise PeerError("more batches were asked for than the ring of answers holds")
-        record = self._answers.ring.record(sequence)
-        record["count"] = draw.count
-        draw.write(record["draw"])
+            raise PeerError("more was asked for than the ring of answers holds")
+        place = self._places.at(sequence, None if draw is None else len(draw.keys))
+        place.numbers[:] = error, a, b
+        if draw is not None:
+            place.total[0], place.smallest[0] = draw.total, draw.smallest
+            place.keys[:], place.indices[:] = draw.keys, draw.indices
+            place.leaves[:] = draw.leaves
         # STEP answer-written
         self._answers.commit(1)
         # STEP answer-given
-        self._requests.poll(1)
         self._requests.release(1)
         # STEP request-released
-        self._learner.wake()
+        self._client.wake()
 
-    def updates(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def updates(self) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
         """Priority updates since the last call, in place: each is valid until the next.
 
         An update is released after it was applied. If the replay dies between the two, it applies
@@ -398,3 +467,33 @@ class ShmSampleSink:
                 # STEP update-applied
                 self._updates.release(1)
                 # STEP update-released
+
+
+class ShmSampleSink(Answerer):
+    """The replay's end of the learner's link."""
+
+    def __init__(self, host: HostMemory) -> None:
+        super().__init__(host.calls(), host.waker("learner"))
+        self.rows = lambda: host.plan.batch_size
+        self._incarnations = host._incarnations
+        self._learner_word = host.plan.role_index("learner") * STRIDE_WORDS
+
+    def ready(self) -> bool:
+        """Whether there are new updates."""
+        return self._updates.ring.used > 0
+
+    @property
+    def released(self) -> int:
+        """How many answers the learner has gathered. While it is dead: all answers.
+
+        Otherwise no slot would leave quarantine until the learner restarts, and the actors would
+        stop.
+        """
+        if not load_kernel(self._incarnations, self._learner_word):
+            return self.issued
+        return super().released
+
+    def answer(self, draw: Draw) -> None:
+        """Answer one request."""
+        self.request()
+        self.reply(a=draw.count, draw=draw)

@@ -334,7 +334,7 @@ def test_slots_that_a_reader_holds_are_filled_last_and_their_rows_come_back_torn
     with served(replay) as client:
         link = HandleLink(replay.handle, DEADLINE_S)
         link.call(Request.SAMPLE, 64)
-        keys = link.at.draw(64).keys.copy()
+        keys = link.calls.draw(64).keys.copy()
         batch = client.empty_batch(64)
         while not replay.stats()["slots_quarantined"]:  # evicted, and nobody writes there yet
             replay.extend(**pattern_rows(160, 10))
@@ -352,7 +352,7 @@ def test_slots_that_a_reader_holds_are_filled_last_and_their_rows_come_back_torn
             replay.extend(**pattern_rows(1000 + 100 * i, 100))
         torn = link.store.gather(keys, batch.layout, batch.memory, batch.keys)
         assert torn == 64
-        link.release()
+        link.calls.release()
         link.close()
         replay.extend(**pattern_rows(9000, 100))
         assert replay.stats()["slots_quarantined"] == 0
@@ -433,6 +433,10 @@ def test_nonsense_from_a_client_changes_nothing_and_the_others_go_on():
     replay = PrioritizedReplay(1000, PATTERN, seed=0)
     with served(replay) as client:
         client.extend(**pattern_rows(0, 10))
+        greedy = HandleLink(replay.handle, DEADLINE_S)
+        for _ in range(2):  # the second without a release of the first answer
+            greedy.calls.ask(Request.SAMPLE, 4)
+        until(greedy.calls.ready, "an answer")
         odd = HandleLink(replay.handle, DEADLINE_S)
         odd.at.commits.producer().try_offer(np.array([5, -1, 1 << 50]))
         with pytest.raises(PeerError, match="kind 77"):
@@ -447,7 +451,8 @@ def test_nonsense_from_a_client_changes_nothing_and_the_others_go_on():
             odd.store.header_rows[slot, COUNT] = count
             assert len(client) == 10 == len(replay)
         odd.close()
-        until(lambda: replay.links == 2, "the end of the link")
+        greedy.close()
+        until(lambda: replay.links == 2, "the end of the links")
         assert replay.stats()["slots_granted"] == 1, "the extender's"
 
 

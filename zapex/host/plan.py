@@ -15,7 +15,7 @@ from zapex.machine.exchange import ExchangeShape
 from zapex.machine.mailbox import Mailbox
 from zapex.machine.memory import Section, lay_out
 from zapex.replay.core import ReplayLayout
-from zapex.replay.draw import Draw
+from zapex.replay.draw import REQUEST, answer_dtype, update_dtype
 from zapex.shm_ring import ShmRing
 
 GRANT = np.dtype([("slot", np.int64), ("incarnation", np.int64)])
@@ -59,18 +59,6 @@ class HostPlan:
         return np.dtype([returns, ("params_version", np.int64), *numbers])
 
     @property
-    def answer_dtype(self) -> np.dtype[Any]:
-        """One sampled batch: the data that a learner needs to gather and weigh it."""
-        return np.dtype([("count", np.int64), ("draw", Draw.dtype(self.batch_size))])
-
-    @property
-    def update_dtype(self) -> np.dtype[Any]:
-        """New priorities of one batch."""
-        rows = (self.batch_size,)
-        fields = [("keys", np.int64, rows), ("priorities", np.float32, rows)]
-        return np.dtype(fields, align=True)
-
-    @property
     def roles(self) -> list[tuple[str, Role]]:
         """The name and the role of each process of this host."""
         return self._processes(self.part.roles)
@@ -109,9 +97,9 @@ class HostPlan:
             rings[f"episodes {i}"] = (_EPISODES, EPISODE)
         if "replay" in self.part.roles and self.part.learns:
             window = _power_of_two(self.prefetch)
-            rings["requests"] = (2 * window, np.dtype(np.int64))
-            rings["answers"] = (2 * window, self.answer_dtype)
-            rings["updates"] = (16, self.update_dtype)
+            rings["requests"] = (2 * window, REQUEST)
+            rings["answers"] = (2 * window, answer_dtype(self.batch_size))
+            rings["updates"] = (16, update_dtype(self.batch_size))
         if self.part.linked is not None:
             rings["episodes"] = (4 * _EPISODES, EPISODE)
         if self.part.linked is not None or self.part.holds_replay:

@@ -25,14 +25,14 @@ from zapex.library.handle import (
     DESCRIPTORS,
     LINK_BYTES,
     MOST_ROWS,
-    REQUEST,
     Handle,
     LinkMemory,
 )
 from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
-from zapex.replay.draw import METHODS, Draw
+from zapex.replay.draw import METHODS
+from zapex.shm_transport import Caller
 from zapex.sumtree_numba import Method
 from zapex.wire.messages import Request
 
@@ -88,7 +88,7 @@ class HandleLink:
             self.store = ChunkStore(self.mapped, self.layout.chunk_layout, self.layout.slots)
             self.at = LinkMemory(_mapped(fds, "link", LINK_BYTES))
             bell = _mapped(fds, "bell", BELL_BYTES)
-            self._owner = Waker(bell.view(np.int64), 0, fds["bell_event"])
+            owner_waker = Waker(bell.view(np.int64), 0, fds["bell_event"])
             self._waiter = Waiter(self.at.sleeping, 0, fds["event"])
             owner, _ = peer_of(self._connection)
             try:
@@ -98,8 +98,7 @@ class HandleLink:
                 raise PeerDied(f"the replay's owner (process {owner}) is gone: {error}") from error
             opened.callback(os.close, pidfd)
             self._opened = opened.pop_all()
-        self._requests, self._request = self.at.requests.producer(), np.empty(1, REQUEST)
-        self._answers = self.at.answers.consumer()
+        self.calls, self._owner = Caller(self.at.calls, owner_waker), owner_waker
         self._commits = self.at.commits.producer()
         self._spin_s = spin_seconds(1, 100e-6)  # this thread waits in any case
         self._poll = select.poll()
@@ -135,34 +134,23 @@ class HandleLink:
         with self.lock:
             a, b = self.call(kind, rows)
             words = self.at.text if kind == Request.STATS else ""
-            self.release()
+            self.calls.release()
             return Answer(a, b, words)
 
     def call(self, kind: int, rows: int = 0, option: int = 0) -> tuple[int, int]:
-        """As `ask`, with the lock held: the answer's counts.
+        """As `ask`, with the lock held: the answer's numbers.
 
-        The answer's transitions do not change until `release`.
+        Its transitions do not change until `calls.release()`.
         """
         self._check()
-        self._request[0] = kind, rows, option
-        self._requests.try_offer(self._request)
-        self._owner.wake()
-        timeout_s = self._timeout_s + (self._waits_s if self._limited else 0.0)
-        self._wait(self._has_answer, timeout_s)
-        sequence, _ = self._answers.poll(1)
-        error, a, b = self.at.answers.record(sequence).item()
+        self.calls.ask(kind, rows, option)
+        self._wait(self.calls.ready, self._timeout_s + (self._waits_s if self._limited else 0.0))
+        error, a, b = self.calls.answer() or (0, 0, 0)
         if error:
             reason = told(error, self.at.text)
-            self.release()
+            self.calls.release()
             raise reason
         return a, b
-
-    def _has_answer(self) -> bool:
-        return self.at.answers.used > 0
-
-    def release(self) -> None:
-        """Release the last answer."""
-        self._answers.release(1)
 
     def _wait(
         self, ready: Callable[[], object], timeout_s: float, look_s: float = MAX_SLEEP_S
@@ -295,19 +283,16 @@ class HandleClient(ReplayClient):
         link, rows = self._link, batch.layout.batch_size
         with link.lock:
             link.call(Request.SAMPLE, rows, 2 * METHODS.index(method) + by_memory)
-            total, smallest, keys, indices, leaves = link.at.draw(rows)
-            draw = Draw(keys, indices, leaves, total.item(), 0, smallest.item())
+            draw = link.calls.draw(rows)
             self.torn += draw.gather(link.store, batch, beta, by_memory=by_memory)
-            link.release()  # now slots that were evicted meanwhile may be filled again
+            link.calls.release()  # now slots that were evicted meanwhile may be filled again
 
     def _ask(self, what: Request, rows: int = 0) -> Answer:
         return self._link.ask(what, rows)
 
     def _send_update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> Answer:
-        rows = len(keys)
-        place = self._link.at.update(rows)
-        place.keys[:], place.priorities[:] = keys, priorities
-        return self._link.ask(Request.UPDATE, rows)
+        self._link.calls.update(keys, priorities)
+        return self._link.ask(Request.UPDATE, len(keys))
 
     def close(self) -> None:
         """Disconnect. Writers work until they are closed. Added transitions stay."""

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from zapex.errors import NotEnoughData, PeerError, ReplayError, ZapexError, tell
 from zapex.library.handle import (
-    ANSWER,
     BELL_BYTES,
     DESCRIPTORS,
     LINK_BYTES,
@@ -37,9 +36,9 @@ from zapex.library.handle import (
 )
 from zapex.machine.segment import Populator, Segment, peer_of, send_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
-from zapex.replay.draw import METHODS
+from zapex.replay.draw import METHODS, Draw
 from zapex.roles.intake import Reclaimer
-from zapex.shm_ring import RingConsumer, RingProducer
+from zapex.shm_transport import Answerer
 from zapex.transport import Incarnation
 from zapex.wire.messages import Request
 
@@ -67,18 +66,13 @@ class OwnerLink:
             opened.callback(os.close, self.eventfd)
             self._opened = opened.pop_all()
         self.memory = LinkMemory(self.segment.buffer, create=True)
-        self.requests: RingConsumer = self.memory.requests.consumer()
-        self.answers: RingProducer = self.memory.answers.producer()
-        self.commits: RingConsumer = self.memory.commits.consumer()
-        self.client = Waker(self.memory.sleeping, 0, self.eventfd)
-
-    def has_request(self) -> bool:
-        """Whether a request waits."""
-        return self.memory.requests.used > 0
+        client = Waker(self.memory.sleeping, 0, self.eventfd)
+        self.calls = Answerer(self.memory.calls, client)
+        self.commits = self.memory.commits.consumer()
 
     def holds_answer(self) -> bool:
         """Whether the client may still gather the rows of its last sample."""
-        return self.answer > 0 and self.memory.answers.used > 0
+        return self.answer > 0 and self.calls.released < self.calls.issued
 
     def close(self) -> None:
         """Close everything; the client sees its socket end."""
@@ -91,6 +85,10 @@ _CLOSE_S = 10.0
 _DEFERRED_S = 1e-3  # between two checks of a request that waits for the limiter
 _BREAK_S = 2e-3  # without an answer; then a client that asks again may do so more often
 _SLEEPY_ANSWERS = 8  # answers after which nobody is waited for, since one did not come
+
+
+_Handler = Callable[[OwnerLink, int, int], tuple[int, int] | Draw | None]
+"""Handles a request of `rows` with `option`: the answer's a and b, or a draw; None: not yet."""
 
 
 class _Commits:
@@ -145,11 +143,10 @@ class HandleServer:
         self._numbers = 0
         self._commits = _Commits(self._links)
         self._reclaimer = Reclaimer(self._commits, replay)
-        self._answer = np.empty(1, ANSWER)
         self._answered_s, self._asks_soon, self._sleepy = 0.0, False, 0
         self._spin_s = spin_seconds(1, 100e-6)
         self._stopping = False
-        self._handlers: dict[int, Callable[[OwnerLink, int, int], tuple[int, int] | None]] = {
+        self._handlers: dict[int, _Handler] = {
             Request.SAMPLE: self._sample,
             Request.UPDATE: self._update,
             Request.STATS: self._stats,
@@ -217,10 +214,10 @@ class HandleServer:
         return False
 
     def _is_ready(self) -> bool:
-        return any(not link.asked_s and link.has_request() for link in self._links.values())
+        return any(not link.asked_s and link.calls.is_asked() for link in self._links.values())
 
     def _do_work(self) -> None:
-        asking = [link for link in self._links.values() if link.has_request()]
+        asking = [link for link in self._links.values() if link.calls.is_asked()]
         with self._replay.lock:
             self.take_in()
             for link in asking:
@@ -305,46 +302,48 @@ class HandleServer:
 
     def _serve(self, link: OwnerLink) -> None:
         """Answer a link's request, unless it must wait for the limiter."""
-        sequence, _ = link.requests.poll(1)
-        kind, rows, option = link.memory.requests.record(sequence).item()
+        kind, rows, option = link.calls.request()
         try:
             if kind not in self._handlers:
                 raise PeerError(f"there is no request of kind {kind}")
             if kind != Request.SAMPLE:
                 link.answer = 0
-            counts = self._handlers[kind](link, rows, option)
-            if counts is None:
+            found = self._handlers[kind](link, rows, option)
+            if found is None:
                 return
-            self._answer[0] = 0, *counts
+            if isinstance(found, Draw):
+                link.calls.reply(draw=found)
+            else:
+                link.calls.reply(*found)
         except ZapexError as error:
-            self._answer[0] = tell(error), 0, 0
             link.memory.text = str(error)
+            link.calls.reply(error=tell(error))
         link.asked_s = 0.0
-        link.requests.release(1)
-        link.answers.try_offer(self._answer)
-        link.client.wake()
         before_s, self._answered_s = self._answered_s, time.monotonic()
         gap_s = self._answered_s - before_s
         self._sleepy = max(0, self._sleepy - 1) if gap_s < _BREAK_S else 0
         self._asks_soon = gap_s < 4 * self._spin_s and not self._sleepy  # both may have slept
 
-    # Each handles one request. Returns the answer's a and b; None: not yet. Raises ZapexError.
+    # Each handles one request. Raises ZapexError.
 
-    def _sample(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int] | None:
+    def _sample(self, link: OwnerLink, rows: int, option: int) -> Draw | None:
         replay = self._replay
         if self._must_wait(link, replay.sample_waits(rows), NotEnoughData):
             return None
         self._check_rows(rows)
         method = METHODS[option // 2 % len(METHODS)]
-        replay.issue(link.memory.draw(rows), method, bool(option % 2))
+        draw = replay.draw_counted(rows, method, bool(option % 2))
+        replay.issued += 1
         link.answer = replay.issued
-        return 0, 0
+        return draw
 
     def _update(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
         self._check_rows(rows)
-        place = link.memory.update(rows)
-        # Copies: the client could write there while they are checked.
-        return self._replay.reprioritise(place.keys.copy(), place.priorities.copy())
+        counts = 0, 0
+        for keys, priorities in link.calls.updates():  # one
+            # Copies: the client could write there while they are checked.
+            counts = self._replay.reprioritise(keys[:rows].copy(), priorities[:rows].copy())
+        return counts
 
     def _stats(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:
         link.memory.text = json.dumps(self._replay.stats())

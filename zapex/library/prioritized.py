@@ -19,11 +19,12 @@ from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COUNT, FREE, HEADER_WORDS, STATE
 from zapex.chunks.schema import Schema
 from zapex.errors import CheckpointError, ConfigError, NotEnoughData, ReplayError
-from zapex.library.handle import DrawPlace, Handle, check_main_guard
+from zapex.library.handle import Handle, check_main_guard
 from zapex.library.interface import Extender, ReplayInterface, Rows
 from zapex.library.writer import Autoreset, Writer
 from zapex.machine.segment import Segment, share_in_place
 from zapex.replay.core import ReplayCore, ReplayLayout
+from zapex.replay.draw import Draw
 from zapex.replay.limiter import LimiterConfig, RateLimiter
 from zapex.replay.snapshots import (
     UNORDERED_FORMAT,
@@ -137,25 +138,21 @@ class OwnedReplay(ReplayCore):
             self.catch_up()
             if self._limiter is not None:
                 self._wait_while(lambda: self.sample_waits(rows), NotEnoughData)
-            self.demand(rows)
-            draw = self.draw(rows, method, with_smallest=by_memory)
+            draw = self.draw_counted(rows, method, by_memory)
             draw.gather(self.store, batch, beta, by_memory=by_memory)
-            self._count_sampled(rows)
 
-    def issue(self, place: DrawPlace, method: Method, by_memory: bool) -> None:
-        """Draw into `place`, for a reader that gathers by itself. The caller holds the lock.
+    def draw_counted(self, rows: int, method: Method, by_memory: bool) -> Draw:
+        """Draw a batch, with the lock held. by_memory: with the smallest leaf.
 
-        by_memory: the reader needs the smallest leaf. If slots of these keys are evicted later,
-        they wait in quarantine until `released()` counts this answer. Raises NotEnoughData,
-        ConfigError.
+        Raises NotEnoughData, ConfigError.
         """
-        rows = len(place.keys)
         self.demand(rows)
         draw = self.draw(rows, method, with_smallest=by_memory)
-        place.total[0], place.smallest[0] = draw.total, draw.smallest
-        place.keys[:], place.indices[:], place.leaves[:] = draw.keys, draw.indices, draw.leaves
-        self._count_sampled(rows)
-        self.issued += 1
+        self.sampled += rows
+        if self._limiter is not None:
+            self._limiter.sample(rows)
+            self._changed.notify_all()
+        return draw
 
     def reprioritise(
         self, keys: NDArray[np.int64], priorities: NDArray[np.float64]
@@ -164,12 +161,6 @@ class OwnedReplay(ReplayCore):
         with self.lock:
             self.catch_up()
             return super().reprioritise(keys, priorities)
-
-    def _count_sampled(self, batch_size: int) -> None:
-        self.sampled += batch_size
-        if self._limiter is not None:
-            self._limiter.sample(batch_size)
-            self._changed.notify_all()
 
     # For writers, with the lock held; see SlotProvider.
 

@@ -31,6 +31,24 @@ _OUTSIDE = -1
 _DEADLINE_S = 60.0  # for work that takes milliseconds
 
 
+REQUEST = np.dtype([("kind", np.int64), ("rows", np.int64), ("option", np.int64)])
+"""What is asked of a replay in shared memory. kind: a Request of wire/messages.py."""
+
+
+def answer_dtype(rows: int) -> np.dtype[Any]:
+    """The answer to a REQUEST: three numbers, and a draw of at most `rows` rows.
+
+    numbers: 0, or an error's number (`errors.tell`); and two that depend on the request. For SAMPLE
+    the first of these says how many transitions are in the memory.
+    """
+    return np.dtype([("numbers", np.int64, (3,)), ("draw", Draw.dtype(rows))])
+
+
+def update_dtype(rows: int, priority: type[np.float32 | np.float64] = np.float32) -> np.dtype[Any]:
+    """New priorities of at most `rows` rows."""
+    return np.dtype([("keys", np.int64, (rows,)), ("priorities", priority, (rows,))], align=True)
+
+
 @kernel
 def draw_kernel(
     method: int, tree: TreeArrays, slots: SlotArrays, uniforms: Any, indices: Any, keys: Any
