@@ -185,26 +185,6 @@ def test_a_client_that_compresses_gives_the_same_beside_one_that_does_not(tmp_pa
             served.connect(compress=True)
 
 
-def test_a_replay_without_zstandard_refuses_with_what_to_install(tmp_path, monkeypatch):
-    pytest.importorskip("zstandard")
-    (tmp_path / "zstandard.py").write_text("raise ImportError")
-    rows, _ = rows_from(3, 96)
-    with monkeypatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(tmp_path))
-        served = Server(tmp_path, "--capacity", "2000")
-    try:
-        with served.connect() as plain:
-            plain.extend(**rows)
-            assert len(plain.sample(32).keys) == 32
-        for call in (lambda one: one.sample(32), lambda one: one.extend(**rows)):
-            with served.connect(compress=True) as small, pytest.raises(
-                Refused, match=r"need zstandard at both ends: .*zapex\[compress\]"
-            ):  # fmt: skip
-                call(small)
-    finally:
-        served.close()
-
-
 def test_prefetched_batches_are_whole_and_counted(tmp_path):
     with server(tmp_path, "--capacity", "4000") as served, served.connect(prefetch=3) as client:
         client.extend(**rows_from(1)[0])

@@ -1,5 +1,6 @@
 """A batch in pieces: whatever comes, however often, and in whichever order, each is one draw."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tests.chunks.test_builder import play
 from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COUNT, BatchLayout, ChunkLayout
 from zapex.chunks.schema import Column, Schema
-from zapex.errors import BadMessage
+from zapex.errors import BadMessage, NotEnoughData
 from zapex.net.replay_ends import ZmqSampleSink
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.sessions import Session
@@ -306,3 +307,26 @@ def test_a_batch_with_an_unsent_piece_is_drawn_again(piece_rows: int, pieces: in
     assert source.poll(batch) is not None
     replay.drawn[draw.keys.tobytes()] = 0, draw
     replay.check(batch)
+
+
+def test_the_oldest_request_of_all_clients_is_answered_first() -> None:
+    replay, sent, clock = Replay(8), list[tuple[int, Kind, int]](), itertools.count()
+    clients = [Session("client", host, 1, 0.0) for host in (1, 2)]
+
+    def send(session: Session, channel: int, message: Any, compressed: bool = False) -> Any:
+        sent.append((session.host, message.kind, message.sequence))
+        return SimpleNamespace(done=True)
+
+    server: Any = SimpleNamespace(
+        form=replay.form, room=lambda *_: 1, roster=SimpleNamespace(epoch=1), send=send,
+        sessions=SimpleNamespace(of_roles=lambda *_: clients),
+    )  # fmt: skip
+    sink = ZmqSampleSink(server, replay.store, lambda: float(next(clock)))
+    for client, sequence in ((1, 7), (0, 3), (1, 8), (1, 7), (0, 4)):  # one of them twice
+        sink.handlers[Kind.SAMPLE](clients[client], m.Sample(sequence, ROWS))
+    for turn in range(4):
+        sink.answer(replay.draw()) if turn != 2 else sink.refuse(NotEnoughData("too few"))
+    assert sent == [
+        (2, Kind.BATCH, 7), (1, Kind.BATCH, 3), (2, Kind.NO_BATCH, 8), (1, Kind.BATCH, 4),
+    ]  # fmt: skip
+    assert not sink.waits

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ _AGAIN_S = 2.0  # without a reply for this long, the call is sent again
 _FRESH_S = 1.0  # what several replays have said of themselves is asked again after this time
 _LEAST_TIMEOUT_S = 1.5
 _LARGEST = {"chunk"}  # statistics that are not added up
+_T = TypeVar("_T")
 
 
 def form_of(layout: ReplayLayout) -> Form:
@@ -110,17 +111,24 @@ class UrlLink:
         if self._closed:
             raise PeerDied("this client is closed")
 
-    def wait(self, ready: Callable[[], object], for_what: str) -> None:
-        """Wait until `ready()`, with the lock held. Raises PeerTimeout, and the link's errors."""
+    def wait(
+        self, ready: Callable[[], object], for_what: str, others: Sequence[ZmqLink] = ()
+    ) -> None:
+        """Wait until `ready()`, with the lock held. Raises PeerTimeout, and the link's errors.
+
+        others: more links that `ready` receives from.
+        """
         self.check()
 
         def looked() -> object:
             self.link.do_work()
             return ready()
 
-        if not self.link.wait(looked, self.timeout_s):
+        also = tuple(fd for link in others for fd in link.fds)
+        if not self.link.wait(looked, self.timeout_s, also=also):
+            waiting = "; ".join(filter(None, (one.waiting for one in (self.link, *others))))
             raise PeerTimeout(
-                self.link.waiting
+                waiting
                 or f"{for_what} did not come from {self.link.url} within {self.timeout_s:g} s"
             )
 
@@ -418,13 +426,9 @@ class UrlClient(ReplayClient):
 
     def _wait(self, ready: Callable[[], object], for_what: str) -> None:
         """Wait until `ready()`, which receives. Raises PeerTimeout, and the links' errors."""
-        first, *others = (replay.link.link for replay in self._replays)
-        self._replays[0].link.check()
-        also = tuple(fd for link in others for fd in link.fds)
-        if not first.wait(ready, self.timeout_s, also=also):
-            waiting = [link.waiting for link in (first, *others) if link.waiting]
-            missed = f"{for_what} did not come from {first.url} within {self.timeout_s:g} s"
-            raise PeerTimeout("; ".join(waiting) or missed)
+        first, *others = (replay.link for replay in self._replays)
+        first.timeout_s = self.timeout_s
+        first.wait(ready, for_what, [other.link for other in others])
 
     def _replies(self, asked: Sequence[tuple[int, _Asked]]) -> list[Reply | None]:
         """The replies to calls of these shards; None: of several, that one is away.
@@ -572,7 +576,7 @@ class UrlClient(ReplayClient):
 
     # What goes in.
 
-    def _with_one(self, work: Callable[[int], Any]) -> Any:
+    def _with_one(self, work: Callable[[int], _T]) -> _T:
         """The result of `work` with the next shard, or with one after it if that is away."""
         if not self._several:
             return work(0)
@@ -588,9 +592,7 @@ class UrlClient(ReplayClient):
         raise PeerTimeout(f"none of the replays answers; the last: {last}") from None
 
     def _take(self, rows: Rows) -> NDArray[np.int64]:
-        keys = self._with_one(lambda shard: self._extended(shard, rows))
-        assert isinstance(keys, np.ndarray)
-        return keys
+        return self._with_one(lambda shard: self._extended(shard, rows))
 
     def _extended(self, shard: int, rows: Rows) -> NDArray[np.int64]:
         with self._extending_lock:
@@ -631,9 +633,7 @@ class UrlClient(ReplayClient):
         return key != NO_KEY
 
     def _writer_link(self, num_envs: int) -> UrlSlots:
-        slots = self._with_one(lambda shard: self._slots(shard, num_envs))
-        assert isinstance(slots, UrlSlots)
-        return slots
+        return self._with_one(lambda shard: self._slots(shard, num_envs))
 
     def _slots(self, shard: int, streams: int) -> UrlSlots:
         replay = self._replays[shard]
@@ -642,9 +642,7 @@ class UrlClient(ReplayClient):
 
     def _elsewhere(self, lock: ProcessLock) -> UrlLink:
         """A writer's link to the next shard, in place of one that did not answer."""
-        link = self._with_one(lambda shard: self._replays[shard].open(self.timeout_s, 1, lock))
-        assert isinstance(link, UrlLink)
-        return link
+        return self._with_one(lambda shard: self._replays[shard].open(self.timeout_s, 1, lock))
 
     # Facts.
 

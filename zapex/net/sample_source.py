@@ -194,10 +194,10 @@ class ZmqSampleSource:
         self._ask(sequence)
         return sequence
 
-    def take(self, sequence: int) -> BatchMessage | None:
+    def take(self, sequence: int) -> BatchMessage | ZapexError | None:
         """The answer to a request for a part, in place of `poll`; None if it has not come.
 
-        Raises the error that the replay of a library answers.
+        An error is the answer of a library's replay that has nothing to give.
         """
         self._decode_all()
         request = self._pending.get(sequence)
@@ -205,7 +205,7 @@ class ZmqSampleSource:
             return None
         self.forget(sequence)
         if request.refused is not None:
-            raise request.refused
+            return request.refused
         (message,) = request.come
         self.epoch = message.epoch
         return message

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.layout import BatchLayout
-from zapex.errors import NotEnoughData
+from zapex.errors import ZapexError
 from zapex.net.sample_source import ZmqSampleSource
 from zapex.replay.draw import Draw
 from zapex.replay.shards import Part, Shares, check_method, share_out
@@ -98,7 +97,7 @@ class ShardedSampleSource:
         self._form = sources[0].form
         self.shares = Shares(len(sources))
         self.dropped = 0
-        self._refused: NotEnoughData | None = None
+        self._refused: ZapexError | None = None  # the last answer of a shard with nothing to draw
         self._wanted: deque[_Wanted] = deque()
         self._looked_s = self._awake_s = clock_s()
         self._probes: dict[int, int] = {}  # shard -> its request
@@ -164,25 +163,23 @@ class ShardedSampleSource:
         return min(self._sources[shard].silent_s, self._clock_s() - self._awake_s)
 
     def _take(self, wanted: _Wanted, part: _Part) -> None:
-        if part.message is None:
-            try:
-                part.message = self._message(part.shard, part.request)
-            except NotEnoughData:  # a library's, that holds fewer than its own least
-                wanted.parts.remove(part)
-                wanted.missing += part.rows
+        answer = self._answer(part.shard, part.request) if part.message is None else None
+        if isinstance(answer, BatchMessage):
+            part.message = answer
+        elif answer is not None:
+            wanted.parts.remove(part)
+            wanted.missing += part.rows
 
-    def _message(self, shard: int, request: int) -> BatchMessage | None:
-        """What a shard has answered. Raises NotEnoughData if it has nothing to draw."""
-        try:
-            message = self._sources[shard].take(request)
-        except NotEnoughData as error:
-            self._refused = error
-            self.learn(shard, 0.0, 0, np.inf)
-            raise
-        if message is not None:
-            draw = message.draw
+    def _answer(self, shard: int, request: int) -> BatchMessage | ZapexError | None:
+        """What a shard has answered, and learn from it."""
+        answer = self._sources[shard].take(request)
+        if isinstance(answer, BatchMessage):
+            draw = answer.draw
             self.learn(shard, draw.total, draw.count, draw.smallest)
-        return message
+        elif answer is not None:  # a library's, that has nothing to draw
+            self._refused = answer
+            self.learn(shard, 0.0, 0, np.inf)
+        return answer
 
     def learn(self, shard: int, total: float, count: int, smallest: float) -> None:
         """Note what a shard has said of itself: the sum of its leaves, how many, the smallest."""
@@ -199,10 +196,8 @@ class ShardedSampleSource:
         now_s = self._clock_s()
         for shard, source in enumerate(self._sources):
             if shard in self._probes:
-                with suppress(NotEnoughData):
-                    if self._message(shard, self._probes[shard]) is None:
-                        continue
-                del self._probes[shard]
+                if self._answer(shard, self._probes[shard]) is not None:
+                    del self._probes[shard]
             elif not source.outstanding and now_s - self._learned_s[shard] > _FRESH_S:
                 self._probes[shard] = source.request(self._probe_rows[shard], part=True)
                 self._probe_rows[shard] = 1
@@ -269,7 +264,7 @@ class ShardedSampleSource:
     def poll_draw(self, batch: Batch) -> Draw | None:
         """As `poll`, without the weights: they are of this draw.
 
-        Raises NotEnoughData if the replays of a library have nothing to draw.
+        Raises an error of the replays of a library if none has anything to draw.
         """
         job, done = self._finish_job()
         if not self.ready():
