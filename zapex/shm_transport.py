@@ -309,6 +309,7 @@ class Caller:
         self._requests, self._updates = requests.producer(), updates.producer()
         self._answers, self._owner = answers.consumer(), owner
         self._places, self._oldest = _Places(answers), 0
+        self._keys, self._priorities = updates.records["keys"], updates.records["priorities"]
         self._request = np.empty(1, REQUEST)
 
     @property
@@ -352,8 +353,8 @@ class Caller:
         sequence = self._updates.try_claim(1)
         if sequence < 0:
             return False
-        record, rows = self._updates.ring.record(sequence), len(keys)
-        record["keys"][:rows], record["priorities"][:rows] = keys, priorities
+        index, rows = sequence & (self._updates.ring.capacity - 1), len(keys)
+        self._keys[index, :rows], self._priorities[index, :rows] = keys, priorities
         # STEP update-written
         self._updates.commit(1)
         # STEP update-sent
@@ -403,6 +404,7 @@ class Answerer:
         self._requests, self._updates = requests.consumer(), updates.consumer()
         self._answers, self._client = answers.producer(), client
         self._places = _Places(answers)
+        self._keys, self._priorities = updates.records["keys"], updates.records["priorities"]
         # Answer n is for request n. If a replay died between the two stores of `reply`, it left
         # a request that is already answered. A second answer would be one batch too many.
         answered = self.issued - requests.head
@@ -460,9 +462,9 @@ class Answerer:
         ring = self._updates.ring
         first, count = self._updates.poll(ring.capacity)
         for sequence in range(first, first + count):
-            record = ring.record(sequence)
+            index = sequence & (ring.capacity - 1)
             try:
-                yield record["keys"], record["priorities"]
+                yield self._keys[index], self._priorities[index]
             finally:
                 # STEP update-applied
                 self._updates.release(1)

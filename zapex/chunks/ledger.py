@@ -100,7 +100,7 @@ class SlotLedger:
         self.on_evict: Callable[[int], None] | None = None
         # For each slot that another process fills: how many rows `new_rows` returned. Else -1.
         self.taken = np.full(store.slots, -1, np.int64)
-        self._filled_elsewhere = np.empty(0, np.int64)
+        self._filled_elsewhere = self._new_rows = np.empty(0, np.int64)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -186,14 +186,21 @@ class SlotLedger:
         return slot
 
     def new_rows(self) -> NDArray[np.int64]:
-        """Indices of the rows that other processes have written since the last call."""
-        chunk, slots = self.store.layout.chunk, self._filled_elsewhere
-        indices = np.empty(len(slots) * chunk, np.int64)
-        return indices[: _new_rows_kernel(slots, self.store.headers, chunk, self.taken, indices)]
+        """Indices of the rows that other processes have written since the last call.
+
+        The array is valid until the next call.
+        """
+        slots, found, store = self._filled_elsewhere, self._new_rows, self.store
+        if not len(slots):
+            return found
+        chunk = store.layout.chunk
+        return found[: _new_rows_kernel(slots, store.headers, chunk, self.taken, found)]
 
     def _fill_elsewhere(self, slot: int, taken: int) -> None:
         self.taken[slot] = taken
         self._filled_elsewhere = np.flatnonzero(self.taken >= 0)
+        rows = len(self._filled_elsewhere) * self.store.layout.chunk
+        self._new_rows = np.empty(rows, np.int64)
 
     def close(self, slot: int) -> None:
         """End the filling of an open slot: from now on it can be evicted."""

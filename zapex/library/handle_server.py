@@ -105,7 +105,8 @@ class _Commits:
 
     def committers(self) -> list[int]:
         """The links with full slots."""
-        return [number for number, link in self._links.items() if link.memory.commits.used]
+        links = self._links.items()
+        return [n for n, link in links if link.streams and link.memory.commits.used]
 
     def committed(self, number: int) -> NDArray[np.int64]:
         """The full slots that a link has reported since the last call."""

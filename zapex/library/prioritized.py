@@ -154,14 +154,6 @@ class OwnedReplay(ReplayCore):
             self._changed.notify_all()
         return draw
 
-    def reprioritise(
-        self, keys: NDArray[np.int64], priorities: NDArray[np.float64]
-    ) -> tuple[int, int]:
-        """As ReplayCore, also for rows that clients have just written."""
-        with self.lock:
-            self.catch_up()
-            return super().reprioritise(keys, priorities)
-
     # For writers, with the lock held; see SlotProvider.
 
     def reserve_streams(self, streams: int) -> None:
@@ -464,7 +456,9 @@ class PrioritizedReplay(ReplayInterface):
         self.core.fill(batch, beta, method, by_memory)
 
     def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:
-        return self.core.reprioritise(keys, priorities)
+        with self.core.lock:
+            self.core.catch_up()
+            return self.core.reprioritise(keys, priorities)
 
     # For other processes.
 
