@@ -72,8 +72,8 @@ STATE = Kernel(
     "zapex.chunks.store", "set_state_kernel", (WORDS, int64, int64), ["store release"], ["stlr"]
 )
 FIND = Kernel(
-    "zapex.machine.exchange", "_open_kernel", (WORDS, int64),
-    ["load acquire", "load monotonic"], ["ldar"],
+    "zapex.machine.exchange", "_find_kernel", (WORDS, WORDS, WORDS),  # LLVM unrolls its loop
+    3 * ["load acquire", "load monotonic"], 3 * ["ldar"],
 )  # fmt: skip
 KERNELS = [CLAIM, COMMIT, POLL, RELEASE, PUBLISH, READ, SLEEP, WAKE, EVICT, ACCEPT, STATE, FIND]
 

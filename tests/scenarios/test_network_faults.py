@@ -342,16 +342,16 @@ def test_another_version_of_the_protocol_is_refused_by_either_end() -> None:
     layout = layout_of(400)
     server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
     link = make_link(server.url, "reader", 1, layout)
-    real = message_header.HEADER.pack
+    real, ours = message_header.HEADER.pack, message_header.VERSION
 
-    def of_version_3(magic: bytes, version: int, *rest: int) -> bytes:
-        return real(magic, 3, *rest)
+    def of_the_next(magic: bytes, version: int, *rest: int) -> bytes:
+        return real(magic, version + 1, *rest)
 
     packed = mock.Mock(wraps=message_header.HEADER)
-    packed.pack, packed.size = of_version_3, message_header.HEADER.size
+    packed.pack, packed.size = of_the_next, message_header.HEADER.size
     with (
         mock.patch.object(message_header, "HEADER", packed),
-        pytest.raises(Refused, match="speaks version 2, the peer version 3"),
+        pytest.raises(Refused, match=f"speaks version {ours}, the peer version {ours + 1}"),
     ):
         until(lambda: False, lambda: (server.turn(), link.do_work()))
     assert server.server.counts["bad"] > 0

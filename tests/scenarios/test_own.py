@@ -78,19 +78,20 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_an_own_dict_environment_network_and_loss_train_resume_and_are_evaluated(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.main(["train", "mine:Env", "--inline", *OWN, *FEW]) == 0
     out = capsys.readouterr().out
     assert "the Dict of mine:Env (eye, speed) is kept as one vector" in out
-    assert "zapex train --resume run --trust" in out
+    assert "zapex train --resume run" in out
+    monkeypatch.setenv("XDG_STATE_HOME", "elsewhere")  # as another user, who did not start it
     for command in (["eval", "run", "--env", "mine:Env"], ["train", "--resume", "run"]):
         assert "names" in (line := refused(capsys, *command))
         assert "'mine:Network'" in line
     assert cli.main(["eval", "run", "--episodes", "2", "--trust"]) == 0
     more = ["--trust", "--inline", "--plain", "--max-frames", "900"]
     assert cli.main(["train", "--resume", "run", *more]) == 0
-    says = refused(capsys, "train", "--resume", "run", *more, "--network", "impala")
+    says = refused(capsys, "train", "--resume", "run", *more[:-1], "1200", "--network", "impala")
     assert "--network cannot change in a resumed run" in says
 
     import mine
@@ -137,11 +138,14 @@ def test_wrappers_go_around_in_the_order_of_the_flags() -> None:
         played.close()
 
 
-def test_a_run_takes_its_wrappers_along(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_takes_its_wrappers_along(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrappers = ["--wrapper", "mine:Half", "--wrapper", "mine:Minus"]
     args = ["--env-kwargs", "space=image", *wrappers, "--inline", *FEW]
     assert cli.main(["train", "mine:Env", *args]) == 0
     assert 'wrapper = ["mine:Half", "mine:Minus"]' in Path("run/config.toml").read_text()
+    monkeypatch.setenv("XDG_STATE_HOME", "elsewhere")
     assert "'mine:Half'" in refused(capsys, "eval", "run", "--env", "mine:Env")
     assert cli.main(["eval", "run", "--trust", "--episodes", "1"]) == 0
     mean = float(re.search(r"mean (-?[\d.]+)", capsys.readouterr().out).group(1))  # type: ignore[union-attr]
