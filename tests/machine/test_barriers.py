@@ -73,7 +73,7 @@ STATE = Kernel(
 )
 FIND = Kernel(
     "zapex.machine.exchange", "_find_kernel", (WORDS, WORDS, WORDS),  # LLVM unrolls its loop
-    3 * ["load acquire", "load monotonic"], 3 * ["ldar"],
+    3 * ["load acquire", "load monotonic"], 4 * ["ldar"],
 )  # fmt: skip
 KERNELS = [CLAIM, COMMIT, POLL, RELEASE, PUBLISH, READ, SLEEP, WAKE, EVICT, ACCEPT, STATE, FIND]
 

@@ -98,6 +98,7 @@ def test_an_own_dict_environment_network_and_loss_train_resume_and_are_evaluated
 
     env = mine.Env()
     obs, _ = env.reset(seed=1)
+    monkeypatch.setenv("XDG_STATE_HOME", "third")  # the resumed run was one's own, too
     with pytest.raises(ConfigError, match="'mine:Network', code on this machine"):
         zapex.load_policy("run")
     policy = zapex.load_policy("run", trust=True)
