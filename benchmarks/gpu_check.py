@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,9 @@ def write(path: Path, found: Any) -> None:
     """Write what there is so far, with where it is from."""
     import torch
 
-    facts: dict[str, Any] = {"torch": torch.__version__, "cores": os.cpu_count()}
-    if torch.cuda.is_available():
-        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        if torch.version.cuda and hasattr(torch.cuda, "driver_version"):
-            facts["driver"] = torch.cuda.driver_version()
+    from zapex.machine import gpu
+
+    facts = {"torch": torch.__version__, "cores": os.cpu_count(), "gpu": asdict(gpu.look())}
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"machine": facts, "results": found}, indent=1) + "\n")
     new.replace(path)

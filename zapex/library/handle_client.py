@@ -234,9 +234,8 @@ class HandleLink:
         for first in range(0, len(closed), most):
             some = closed[first : first + most]
             if not self._commits.try_offer(some):
-                self.ask(
-                    Request.STREAMS, self._streams
-                )  # the owner takes them in before it answers
+                # The owner takes in what was committed before it answers.
+                self.ask(Request.STREAMS, self._streams)
                 self._commits.try_offer(some)
         if self._limited:  # others may wait for these rows
             self._owner.wake()
