@@ -162,3 +162,37 @@ def test_a_fused_layer_and_its_gradients_match_plain_operators(stride, dtype, mo
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     for mine, plain in zip(*answers, strict=True):
         torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_blocks_are_the_channels_of_one_pixel(dtype):
+    seen = torch.from_numpy(images(3, (2, 40, 44))).to(dtype)
+    blocks = fused.in_blocks(seen)
+    torch.testing.assert_close(
+        blocks, torch.nn.functional.pixel_unshuffle(seen.float(), 4).to(dtype)
+    )
+    assert blocks.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_network_that_sees_blocks_computes_and_learns_the_same():
+    """As on a GPU, which alone sees images in blocks."""
+    plain, seen = build(), images(6)
+    blocks = build()
+    blocks._in_blocks = fused.fits_blocks(blocks._trunk[0], (2, 40, 44))
+    blocks._bind(blocks.flat)
+    assert blocks.leaves["conv1.weight"].shape == (32, 32, 2, 2)
+    gradients = []
+    for network in (plain, blocks):
+        q = network(network.to_input(seen))
+        np.testing.assert_allclose(q.detach().numpy(), naive_q(plain, seen), atol=2e-6)
+        leaves = list(network.leaves.values())
+        flat = torch.zeros_like(network.flat)
+        network.gather_gradients(torch.autograd.grad(q.square().sum(), leaves), network.split(flat))
+        gradients.append(flat)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_images_whose_sides_are_no_multiples_of_four_are_not_seen_in_blocks():
+    first = build()._trunk[0]
+    assert fused.fits_blocks(first, (4, 84, 84))
+    assert not fused.fits_blocks(first, (4, 84, 83))

@@ -1,6 +1,6 @@
-"""Faster than torch's plain operators on a CPU: a layer with its ReLU, and stacked frames.
+"""Faster than torch's plain operators: a layer with its ReLU, and stacked frames.
 
-A layer and its ReLU are one call of oneDNN, forward and backward.
+A layer and its ReLU are one call of oneDNN, or of cuDNN and cuBLAS, forward and backward.
 The plain operators write a layer's output, then read and write it again for the ReLU. In float32
 they also multiply matrices with MKL, which runs at half of oneDNN's speed on some CPUs.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zapex.agent.architecture import Layer
 from zapex.machine.jit import kernel
 
 _OPS = torch.ops.mkldnn
@@ -22,6 +23,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-ca
 AVAILABLE = bool(_HAS_ONEDNN) and hasattr(_OPS, "_convolution_pointwise")
 # Not on x86 without AVX-512: there the plain operators compute it, slowly.
 _BFLOAT16 = AVAILABLE and _OPS._is_mkldnn_bf16_supported()
+_CUDNN = torch.version.cuda is not None and bool(torch._C._has_cudnn)
 
 _STACK = 4
 _SMALL = 1 << 16  # a dense layer with fewer weights loses more by the call than it gains
@@ -40,7 +42,7 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
 
 def packed(weight: Tensor, rows: int) -> Tensor:
     """A dense layer's `weight`, laid out to multiply `rows` rows at a time; without gradient."""
-    if _pays(weight):
+    if _pays(weight) and weight.device.type == "cpu":
         weight = _OPS._reorder_linear_weight(weight.detach(), rows)
     return weight
 
@@ -65,23 +67,32 @@ def plain_operators() -> Iterator[None]:
 
 
 def _pays(weight: Tensor) -> bool:
+    if weight.device.type == "cuda" or not use.allowed:
+        return use.allowed and _CUDNN
     is_small = weight.ndim == 2 and weight.numel() < _SMALL
     there = AVAILABLE and (_BFLOAT16 or weight.dtype != torch.bfloat16)
-    return there and use.allowed and weight.device.type == "cpu" and not is_small
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
-    """after(x weight^T + bias)."""
-    y: Tensor = _OPS._linear_pointwise(x, weight, bias, after, [], "")
-    return y
+    return there and weight.device.type == "cpu" and not is_small
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
-    if not stride:
-        return product(x, weight, bias, "relu")
-    y: Tensor = _OPS._convolution_pointwise(
-        x, weight, bias, [0, 0], [stride, stride], [1, 1], 1, "relu", [], ""
-    )
+    y, sides = None, [stride, stride]
+    if x.device.type == "cuda":
+        if stride:
+            y = torch.cudnn_convolution_relu(x, weight, bias, sides, [0, 0], [1, 1], 1)
+        else:
+            y = torch._addmm_activation(bias, x, weight.t())
+    elif stride:
+        y = _OPS._convolution_pointwise(x, weight, bias, [0, 0], sides, [1, 1], 1, "relu", [], "")
+    else:
+        y = _OPS._linear_pointwise(x, weight, bias, "relu", [], "")
+    return y
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T."""
+    if x.device.type == "cuda":
+        return x @ weight.t()
+    y: Tensor = _OPS._linear_pointwise(x, weight, None, "none", [], "")
     return y
 
 
@@ -104,8 +115,8 @@ class _Layer(torch.autograd.Function):
                 dy, x, weight, out, stride, [0, 0], [1, 1], False, [0, 0], 1, [needs_dx, True, True]
             )
         else:
-            dx = product(dy, weight.t()) if needs_dx else None
-            dweight, dbias = product(dy.t(), x.t()), dy.sum(0)
+            dx = _product(dy, weight.t()) if needs_dx else None
+            dweight, dbias = _product(dy.t(), x.t()), dy.sum(0)
         return dx, dweight, dbias, None
 
 
@@ -120,6 +131,27 @@ def channels_last(frames: Tensor) -> Tensor:
         pixels.numpy().reshape(batch, -1).view(np.uint32),
     )
     return pixels.permute(0, 3, 1, 2)
+
+
+def fits_blocks(first: Layer, shape: tuple[int, ...]) -> bool:
+    """Whether a network's first layer can see images of `shape` in blocks."""
+    sides = (*first.weight[2:], *shape[1:])
+    return first.stride == 4 and not any(side % 4 for side in sides)
+
+
+def in_blocks(images: Tensor) -> Tensor:
+    """(B, C, H, W) as (B, 16 C, H/4, W/4): each 4x4 block of pixels becomes the channels of one.
+
+    A convolution with stride 4 over the images is one with stride 1 over these, whose channels fill
+    a GPU's tensor cores. The result is in channels_last memory.
+    """
+    batch, channels, height, width = images.shape
+    is_bytes = images.dtype == torch.uint8
+    # A row of a block is four bytes, which move as one word.
+    words = images.contiguous().view(torch.int32) if is_bytes else images
+    blocks = words.reshape(batch, channels, height // 4, 4, width // 4, -1)
+    pixels = blocks.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 4, width // 4, -1)
+    return (pixels.view(torch.uint8) if is_bytes else pixels).permute(0, 3, 1, 2)
 
 
 @kernel

@@ -275,6 +275,7 @@ class Nature(Network):
         self._is_image = layers[0].stride > 0
         # Bytes go in as they are; 1/255 is folded into the first layer's copy.
         self._input_scale = 1.0 / 255.0 if self._is_image else 1.0
+        self._in_blocks = device.type == "cuda" and fused.fits_blocks(layers[0], obs_shape)
         super().__init__(obs_shape, num_actions, device, parameter_shapes(layers))
         self._bind(self._initial(layers, seed).to(device))
 
@@ -297,6 +298,8 @@ class Nature(Network):
 
     def _leaf(self, name: str, view: Tensor) -> Tensor:
         if self._is_copied(name):
+            if name == "conv1.weight" and self._in_blocks:
+                view = fused.in_blocks(view)
             form = torch.channels_last if view.ndim == 4 else torch.contiguous_format
             leaf = torch.empty_like(view, dtype=self.dtype, memory_format=form)
         else:
@@ -315,7 +318,8 @@ class Nature(Network):
             for name, view in self.views.items():
                 leaf = self.leaves[name]
                 if name == "conv1.weight":
-                    leaf.copy_(view * self._input_scale)
+                    weight = view * self._input_scale
+                    leaf.copy_(fused.in_blocks(weight) if self._in_blocks else weight)
                 elif self._is_copied(name):
                     leaf.copy_(view)
 
@@ -326,15 +330,18 @@ class Nature(Network):
 
     def gather_gradients(self, gradients: Sequence[Tensor], out: dict[str, Tensor]) -> None:
         for (name, view), gradient in zip(out.items(), gradients, strict=True):
-            view.copy_(gradient)
-            if name == "conv1.weight":
-                view.mul_(self._input_scale)
+            if name != "conv1.weight":
+                view.copy_(gradient)
+                continue
+            view.copy_(F.pixel_shuffle(gradient, 4) if self._in_blocks else gradient)
+            view.mul_(self._input_scale)
 
     def to_input(self, obs: np.ndarray | Tensor) -> Tensor:
         tensor = self.checked(obs)
         if self._is_image:
             # Rearrange bytes before they become floats, which are four times as large.
-            return fused.channels_last(tensor).to(self.dtype)
+            arranged = fused.in_blocks if self._in_blocks else fused.channels_last
+            return arranged(tensor).to(self.dtype)
         return tensor.reshape(len(tensor), -1).to(self.dtype)
 
     def to_plain_input(self, obs: Tensor) -> Tensor:
@@ -346,19 +353,19 @@ class Nature(Network):
         x = inputs
         for layer in self._trunk:
             weight, bias = leaves[f"{layer.name}.weight"], leaves[f"{layer.name}.bias"]
+            stride = 1 if self._in_blocks and layer.name == "conv1" else layer.stride
             if layer.name == "streams" and use_packed:
                 weight = self._packed
-            if x.ndim == 4 and not layer.stride:
+            if x.ndim == 4 and not stride:
                 if self._max_pool:
                     x = pooled(x, self._max_pool)
                 # Features in (height, width, channel) order, which is their order in memory.
                 x = x.permute(0, 2, 3, 1).flatten(1)
             if self._layer_norm:
-                stride = layer.stride
                 x = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
                 x = F.relu(F.layer_norm(x, [int(n) for n in x.shape[1:]]))
             else:
-                x = fused.layer(x, weight, bias, layer.stride)
+                x = fused.layer(x, weight, bias, stride)
         x = x.float()
         if not self._dueling:
             return F.linear(x, leaves["advantage.weight"], leaves["advantage.bias"])
