@@ -17,6 +17,7 @@ from zapex.config.presets import (
 )
 from zapex.config.settings import Config
 from zapex.errors import ConfigError
+from zapex.machine.gpu import Gpu
 from zapex.machine.resources import Machine
 
 GIB = 2**30
@@ -90,3 +91,15 @@ def test_the_outlook_is_what_was_measured() -> None:
     assert "5.8 M frames" in outlook("laptop", "BreakoutNoFrameskip-v4", 10, True)
     assert "not measured" in outlook("laptop", "Acrobot-v1", 10, False)
     assert "not measured" in outlook("paper", "ALE/Breakout-v5", 10, True)
+
+
+def test_the_frames_are_on_the_gpu_where_half_of_its_memory_holds_them() -> None:
+    def place(gib: int, part: str = "all") -> object:
+        seen = replace(SERVER, gpu=Gpu("a GPU", gib * GIB, (9, 0)))
+        chosen = choose("workstation", ATARI, seen, part)
+        return chosen["replay_device"].value if "replay_device" in chosen else "cpu"
+
+    assert place(24) == "cpu"
+    assert place(200) == "cuda"
+    assert place(200, "learner") == place(200, "replay") == "cpu"
+    assert "replay_device" not in choose("laptop", VECTOR, LAPTOP)

@@ -16,6 +16,8 @@ _MEMORY_SHARE = 0.40
 """Share of free memory that a preset gives to the replay; the machine has other work too."""
 _MOST_MEMORY_SHARE = 0.85
 """Share of free memory that a replay may take on request; processes need the rest."""
+_GPU_SHARE = 0.5
+"""Share of a GPU's memory that a preset gives to frames; networks and other programs need some."""
 PROCESS_BYTES = 300 << 20
 """Private memory of a role with torch and the emulators: 220 MiB and more."""
 LIGHT_PROCESS_BYTES = 150 << 20
@@ -163,6 +165,12 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "envs_per_actor": (16, "one forward pass for many environments"),
         "capacity": (_large_capacity, "the paper's, for each sixteen actors"),
         "learning_starts": (20_000, "fewer actors than the paper's take longer to fill 50,000"),
+        "n_step": (5, "as on a laptop"),
+        "optimiser": ("adam", "learns from fewer batches than RMSProp"),
+        "lr": (1e-4, "with Adam, for batches of 512"),
+        "optimiser_eps": (1e-6, "as on a laptop"),
+        "target_period": (500, "the paper's 2,500 are for days of learning"),
+        "loss": ("huber", "large errors early on do not dominate"),
         "prefetch": (4, "the next batch is gathered or unpacked during a step, also on a GPU"),
         "eval_period_s": (300.0, "often enough for a curve"),
         "env_threads": (1, "each actor has its own core"),
@@ -269,7 +277,19 @@ def choose(
         chosen.pop("capacity")  # the replay's host has it
     else:
         chosen |= _within_memory(task, host, chosen)
+        if task.image and _frames_fit_on_gpu(task, host, chosen):
+            chosen["replay_device"] = Choice("cuda", "a batch only names frames that the GPU has")
     return chosen
+
+
+def _frames_fit_on_gpu(task: Task, host: Host, chosen: Mapping[str, Choice]) -> bool:
+    """Whether the GPU of the learner, which is on the replay's host, has room for the replay."""
+    machine, names = host.machine, ("actors", "envs_per_actor", "capacity")
+    if host.part not in ("all", "replay with learner") or not machine.learns_on_gpu:
+        return False
+    settings = {name: chosen[name].value for name in names if name in chosen}
+    needed = replay_bytes(task.schema, Config().replace(**settings, **_LEAST))
+    return machine.gpu is not None and needed <= _GPU_SHARE * machine.gpu.memory_bytes
 
 
 def _within_memory(task: Task, host: Host, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
@@ -288,8 +308,8 @@ def _within_memory(task: Task, host: Host, chosen: Mapping[str, Choice]) -> dict
     reason = f"{share / free_bytes:.0%} of {free_bytes / 2**30:.1f} GiB free memory"
     found = {"capacity": Choice(most, reason)}
     if actors > _MANY_ACTORS and task.image and most:
-        learner = Config().learner
-        least = 2 * learner.batch_size * learner.target_period / most
+        batch = Config().learner.batch_size  # the preset changes only the other
+        least = 2 * batch * chosen["target_period"].value / most
         found["samples_per_insert"] = Choice(
             max(_REUSE, math.ceil(least)),
             f"{actors} actors would replace these {most:,} faster than the target network changes",

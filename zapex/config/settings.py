@@ -174,8 +174,8 @@ class LearnerConfig(SettingsGroup):
     """Threads of the learner on a CPU; 0: the fastest number in a trial of a second, then one more
     for each core that becomes idle, if that is faster."""
     gather_threads: int | None = setting(None, low=0, high=64, local=True)
-    """Threads that gather the next batch during a step, if the replay is on this host; default: 1
-    on a GPU, none on a CPU."""
+    """Threads that gather the next batch during a step, if the replay is on this host; default: 2
+    with a GPU, none on a CPU."""
     replay_device: Literal["cpu", "cuda", "cpu-tensor"] = setting("cpu", local=True)
     """Where the learner keeps the frames that it gathers from. cuda: all of the replay's frames in
     GPU memory, if the replay is on this host. cpu-tensor: the same on a CPU, for tests."""

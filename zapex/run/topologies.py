@@ -564,7 +564,9 @@ def plan_training(
     elif frames is not None:
         trainer = AtOnce(learns, _completed_by(frames))
     late = trainer.late if trainer is not None else 0
-    threads = int(cuda) if config.gather_threads is None else config.gather_threads
+    threads = config.gather_threads
+    if threads is None:
+        threads = 2 if cuda else 0
     # With fewer requests ahead, no next batch has come when the learner begins with one.
     ahead = (threads > 0 or not replay_is_here) and plan.prefetch >= 3 + late
     batches = [Batch.empty(layout, pin_memory=cuda) for _ in range(1 + late + ahead)]
