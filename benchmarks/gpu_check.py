@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,19 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     return environment
 
 
-def write(path: Path, found: Any) -> None:
-    """Write what there is so far, with where it is from."""
+@cache
+def _facts() -> dict[str, Any]:
+    """Where it is from. Asked once: a child imports torch for it."""
     import torch
 
     from zapex.machine import gpu
 
-    facts = {"torch": torch.__version__, "cores": os.cpu_count(), "gpu": asdict(gpu.look())}
+    return {"torch": torch.__version__, "cores": os.cpu_count(), "gpu": asdict(gpu.look())}
+
+
+def write(path: Path, found: Any) -> None:
+    """Write what there is so far, with where it is from."""
+    facts = _facts()
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"machine": facts, "results": found}, indent=1) + "\n")
     new.replace(path)
@@ -172,15 +178,19 @@ def copies(path: Path, dry: bool, seconds: float) -> None:
     import torch
 
     from zapex.chunks.batch import Batch
+    from zapex.replay.draw import Gatherer
 
     memory, found = _memory(200 if dry else 20_000), {}
     for network, (rows, _, _) in NETWORKS.items():
-        batch = Batch.empty(memory.layout(rows, frames_apart=False), pin_memory=not dry)
+        batch = Batch.empty(memory.layout(rows, channels_last=dry), pin_memory=not dry)
         block, device = batch.block, torch.device("cpu" if dry else "cuda")
         there, pinned = torch.empty_like(block, device=device), torch.empty_like(block)
+        if not dry:
+            pinned = pinned.pin_memory()
 
-        def gather(rows: int = rows, batch: Any = batch) -> None:
-            memory.core.draw(rows).gather(memory.store, batch, 0.4)
+        def gather(gatherer: Gatherer, rows: int = rows, batch: Any = batch) -> None:
+            gatherer.begin(memory.core.draw(rows), batch)
+            gatherer.finish(batch)
 
         def copy(there: Any = there, block: Any = block) -> None:
             there.copy_(block, non_blocking=True)
@@ -188,9 +198,10 @@ def copies(path: Path, dry: bool, seconds: float) -> None:
                 torch.cuda.synchronize()
 
         works: dict[str, Callable[[], object]] = {
-            "gather": gather, "copy to the device": copy,
-            "memcpy": partial(pinned.copy_, block),
-        }  # fmt: skip
+            f"gather by {n} threads": partial(gather, Gatherer(memory.store, 0.4, n))
+            for n in (1, 2, 4)
+        }
+        works |= {"copy to the device": copy, "memcpy": partial(pinned.copy_, block)}
         for name, work in works.items():
             found[f"{name}, {network}"] = block.numel() / _each_s(work, dry) / 1e9
         write(path, found)
@@ -211,7 +222,7 @@ def whole_run(path: Path, dry: bool, seconds: float, replay_device: str) -> None
 
 def pong(path: Path, dry: bool, seconds: float) -> None:
     """Pong with sticky actions and one seed: [seconds, frames, return] as it goes."""
-    flags = ["--max-minutes", str(max(0.2, seconds - 20) / 60), "--eval-period-s", "20"]
+    flags = ["--max-minutes", str(max(0.2, seconds - 20) / 60), "--eval-period-s", "30"]
     if dry:
         flags = ["--preset", "smoke", "--max-frames", "6k"]
     points = []
@@ -275,11 +286,10 @@ class _Memory:
     def __init__(self, replay: Any) -> None:
         self.core, self.store = replay.core, replay.core.store
 
-    def layout(self, rows: int, frames_apart: bool) -> Any:
+    def layout(self, rows: int, channels_last: bool, frames_apart: bool = False) -> Any:
         from zapex.chunks.layout import BatchLayout
 
-        schema = self.core.layout.schema
-        return BatchLayout(schema, rows, channels_last=True, frames_apart=frames_apart)
+        return BatchLayout(self.core.layout.schema, rows, channels_last, frames_apart)
 
 
 def _memory(rows: int) -> _Memory:
@@ -333,7 +343,7 @@ class _Stepping:
         )
         dqn = DQN(net)
         frames = DeviceFrames(memory.store, torch.device(device)) if frames_there else None
-        layout = memory.layout(self.rows, frames_there)
+        layout = memory.layout(self.rows, dqn.channels_last, frames_there)
         if device == "cuda":
             self._trainer = pipeline(dqn, layout, frames, graphs)
         else:
@@ -343,7 +353,7 @@ class _Stepping:
         pinned = device == "cuda"
         self._least = 8 if pinned else 2
         self._batches = [Batch.empty(layout, pin_memory=pinned) for _ in range(3)]
-        self._gatherer = Gatherer(memory.store, 0.4, 1, frames)
+        self._gatherer = Gatherer(memory.store, 0.4, 2, frames)
         self.phases: dict[str, float] = {}
 
     def run(self, seconds: float) -> tuple[int, float]:

@@ -283,6 +283,28 @@ def survives() -> Iterator[Row]:
         )  # fmt: skip
 
 
+def gpu() -> Iterator[Row]:
+    """On one GPU: the learner alone, and in whole runs."""
+    found = of("gpu")
+    yield "", "batches/s", "the learner waits", "frames/s"
+    for network, rows in (("paper", 512), ("laptop", 64)):
+        for place, text in (("host", "the host's frames"), ("cuda", "frames on the GPU")):
+            alone = found["learner"].get(f"{network}, frames on {place}, graphs")
+            if alone:
+                what = f"learner alone, {network} network, batches of {rows}, {text}"
+                yield what, f"{alone['batches_per_s']:,.0f}", None, None
+    for name, text in (
+        ("host", "Pong, the host's frames"),
+        ("device", "Pong, frames on the GPU"),
+        ("pong", "the same, the preset's learning"),
+    ):
+        one = found[name]
+        yield (
+            f"{text}, {one['actors']} actors", f"{one['learner/batches_per_s']:,.0f}",
+            f"{100 * one['phases/learner_wait']:.1f} %", f"{one['charts/FPS']:,.0f}",
+        )  # fmt: skip
+
+
 def files() -> Iterator[Row]:
     """The command, commit and day of every file."""
     yield "file", "made by", "commit", "day"
@@ -298,6 +320,7 @@ COMMANDS = {
     "train_speed": "zapex bench train speed",
     "learning": "make learning",
     "learner": "zapex bench learner",
+    "gpu": "make gpu-check",
     "sumtree": "zapex bench sumtree --peers",
     "replay": "zapex bench replay --peers",
     "clients": "zapex bench clients",
@@ -318,7 +341,7 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, variants, learners, replay, tree, scale, crowds, clients, host, hosts,
+        training, variants, learners, gpu, replay, tree, scale, crowds, clients, host, hosts,
         cluster, survives, files,
     )
 }  # fmt: skip
