@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "zapex"
 LEVEL_OF = {
     name: int(level)
     for level, names in re.findall(
-        r"^# +(\d+)  ([a-z_]+(?:, [a-z_]+)*)", (PACKAGE / "__init__.py").read_text(), re.M
+        r"^# +(\d+)  ([a-z0-9_]+(?:, [a-z0-9_]+)*)", (PACKAGE / "__init__.py").read_text(), re.M
     )
     for name in names.split(", ")
 }
@@ -134,7 +134,7 @@ def test_only_the_agent_and_what_builds_it_import_torch() -> None:
         for name, tree in TREES.items()
         if any(full.partition(".")[0] == "torch" for full, when in imports(tree) if when != "never")
     }
-    assert found == {"agent", "chunks", "machine", "run"}  # chunks: Batch.torch
+    assert found == {"agent", "chunks", "machine", "run", "sb3"}  # chunks: Batch.torch
 
 
 def code_from_bytes(tree: ast.Module) -> set[str]:

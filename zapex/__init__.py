@@ -20,7 +20,7 @@ alone (docs/library.md):
 # docstring says what it holds.
 #
 #     13  __main__
-#     12  cli
+#     12  cli, sb3
 #     11  clusters, library
 #     10  run
 #      9  zmq_transport

@@ -24,25 +24,26 @@ def test_the_example_in_the_replays_docstring_runs():
 
 
 @pytest.mark.parametrize(
-    "library", ["CleanRL", pytest.param("Stable-Baselines3", marks=pytest.mark.slow)]
+    ("page", "section"),
+    [("migrate", "CleanRL"), pytest.param("sb3", "DQN", marks=pytest.mark.slow)],
 )
-def test_a_diff_of_the_migration_guide_gives_a_program_that_runs(library, monkeypatch):
-    text = (ROOT / "docs/migrate.md").read_text()
-    lines = re.search(rf"(?s)## {library}.*?```diff\n(.*?)```", text).group(1).splitlines()
+def test_a_diff_of_the_docs_gives_a_program_that_runs(page, section):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    lines = re.search(rf"(?s)## {section}.*?```diff\n(.*?)```", text).group(1).splitlines()
     before, after = (
         "\n".join(line[1:] for line in lines if line[:1] in kept) for kept in (" -", " +")
     )
-    compile(before, f"docs/migrate.md, {library}, before", "exec")
+    compile(before, f"docs/{page}.md, {section}, before", "exec")
     assert "zapex" not in before.lower()
-    if library == "Stable-Baselines3":
+    if page == "sb3":
         pytest.importorskip("stable_baselines3")
-        monkeypatch.syspath_prepend(str(ROOT / "examples"))
     few = {"50_000": "700", "1_000": "300", "learning_starts=1000": "learning_starts=300"}
     for number, smaller in few.items():
         after = after.replace(number, smaller)
     names: dict[str, object] = {}
-    exec(compile(after, f"docs/migrate.md, {library}, after", "exec"), names)
-    stats = names["replay"].stats()
+    exec(compile(after, f"docs/{page}.md, {section}, after", "exec"), names)
+    replay = names["replay"] if "replay" in names else names["model"].replay_buffer.replay
+    stats = replay.stats()
     assert stats["inserted"] > 600
     assert stats["updates_applied"] > 0
 
