@@ -188,6 +188,18 @@ def test_parameters_that_arrive_broken_are_asked_for_again() -> None:
     assert link.counts["bad"] == 1
 
 
+def test_a_reader_that_has_the_newest_parameters_from_before_gets_the_next_ones() -> None:
+    layout = layout_of(1000)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    link = make_link(server.url, "reader", 1, layout)
+    source = ZmqParameterSource(link)
+    out = np.zeros(server.mailbox.value_bytes, np.uint8)
+    server.mailbox.publish(7, out)
+    until(lambda: source.version, lambda: (server.turn(), source.newer_than(7, out)), "version 7")
+    server.mailbox.publish(8, out)
+    until(lambda: source.newer_than(7, out) == 8, server.turn, "version 8")
+
+
 def test_frames_are_sent_from_the_slot_that_they_lie_in() -> None:
     layout = layout_of(1000)
     chunk = layout.chunk_layout
