@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -46,10 +46,20 @@ STEPS: list[str] = sorted({name for names in markers().values() for name in name
 _orders: Any = memoryview(bytearray(8 * WORDS)).cast("q")
 
 
-def obey(words: Any) -> None:
-    """From now on this process looks at these orders: a writable memoryview of WORDS int64."""
-    global _orders  # noqa: PLW0603
-    _orders = words
+def _signal(words: Any) -> None:
+    os.kill(os.getpid(), words[SIGNAL])
+
+
+_act: Callable[[Any], object] = _signal
+
+
+def obey(words: Any, act: Callable[[Any], object] = _signal) -> None:
+    """From now on this process looks at these orders: a writable memoryview of WORDS int64.
+
+    act: called with them where the order is met, in place of the signal.
+    """
+    global _orders, _act
+    _orders, _act = words, act
 
 
 def order(words: Any, step: str, count: int, signal: int) -> None:
@@ -72,7 +82,7 @@ def _passed(number: int) -> None:
             words[ORDER] = 0
             words[LAST_NS] = time.monotonic_ns()
             words[LAST] = number
-            os.kill(os.getpid(), words[SIGNAL])
+            _act(words)
 
 
 def _make_step() -> Any:
@@ -101,14 +111,18 @@ def _make_step() -> Any:
     return step
 
 
+def with_calls(source: str) -> str:
+    """A module's source with its steps as calls."""
+    return MARKER.sub(lambda m: f"{m['indent']}_step({1 + STEPS.index(m['name'])})", source)
+
+
 class _Loader(SourceFileLoader):
     """Compiles markers as calls."""
 
     settings: ClassVar[dict[str, Any]] = {}
 
     def get_code(self, fullname: str) -> Any:
-        source = Path(self.path).read_text(encoding="utf-8")
-        source = MARKER.sub(lambda m: f"{m['indent']}_step({1 + STEPS.index(m['name'])})", source)
+        source = with_calls(Path(self.path).read_text(encoding="utf-8"))
         return compile(source, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:

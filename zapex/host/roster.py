@@ -26,7 +26,7 @@ SaveWords: what is loaded and saved of the experience.
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,9 +141,18 @@ class Roster:
 
 
 class Routes:
-    """The table in a buffer: uint8 (8-byte aligned) of `required_bytes(actors)`; zero when new."""
+    """The table in a buffer: uint8 (8-byte aligned) of `required_bytes(actors)`; zero when new.
 
-    def __init__(self, buffer: NDArray[np.uint8], actors: int) -> None:
+    clock_ns: the time of day; a visit's number is not below it.
+    """
+
+    def __init__(
+        self,
+        buffer: NDArray[np.uint8],
+        actors: int,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._clock_ns = clock_ns
         words = buffer[: self.required_bytes(actors)].view(np.int64)
         self._epochs = words[:MOST_SHARDS]
         self._rows = words[MOST_SHARDS:].reshape(actors, _ROUTE_WORDS)
@@ -162,7 +171,7 @@ class Routes:
         row = self._rows[actor]
         goes_on = row[_SHARD] == shard + 1 and row[_ACTED] == incarnation
         if not goes_on or not row[_BASE] <= sequence <= row[_NEXT]:
-            visit = max(int(row[_VISIT]) + 1, incarnation, time.time_ns())
+            visit = max(int(row[_VISIT]) + 1, incarnation, self._clock_ns())
             row[_SHARD] = 0  # a relay that dies here leaves no route
             row[[_VISIT, _ACTED, _BASE, _NEXT]] = visit, incarnation, sequence, sequence
             row[_SHARD] = shard + 1

@@ -12,7 +12,7 @@ from typing import Any
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
 from zapex.machine.waiting import rest_until
 from zapex.net.keys import Security
-from zapex.net.sockets import Dealers, Tracker
+from zapex.net.sockets import ClientEnd, Dealers, Tracker
 from zapex.wire import messages
 from zapex.wire.messages import BULK, SMALL, Bye, Error, Fault, Hello, Welcome
 from zapex.wire.protocol import Form, Kind, Message, kind_of
@@ -30,7 +30,7 @@ class ZmqLink:
 
     host: one number for one incarnation of this host. actors: how many numbers a relay asks for.
     form: None only to ask for the run's facts (only `open` and `welcome` are used). compressed:
-    compress what is pushed, and ask for compressed batches.
+    compress what is pushed, and ask for compressed batches. dial: makes the connections.
 
     `do_work` raises Refused or Fenced when the replay does not accept this client any more.
     over: why the run has ended; "" while it runs.
@@ -50,6 +50,7 @@ class ZmqLink:
         actors: int = 0,
         compressed: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
+        dial: Callable[[str, Security, int, int], ClientEnd] = Dealers,
     ) -> None:
         self.url, self.form, self.compressed = url, form, compressed
         self.welcome: Welcome | None = None
@@ -65,7 +66,7 @@ class ZmqLink:
         ]
         self._clock_s = clock_s
         largest = form.largest_answer_bytes if form is not None else 1 << 18
-        self._dealers = Dealers(url, security, largest, connections=2)
+        self._dealers = dial(url, security, largest, 2)
         self._welcomed = [False, False]
         self._hello_s = [-HELLO_S, -HELLO_S]
         self._asked_s: list[float | None] = [None, None]  # when the first unanswered hello was sent

@@ -138,6 +138,35 @@ class Listener(Protocol):
         """Close all connections."""
 
 
+class ClientEnd(Protocol):
+    """A client's connections to one URL, by their numbers; each reconnects by itself."""
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when a message may have come; then call `ready`."""
+
+    def ready(self) -> bool:
+        """Whether a message has come."""
+
+    def wait(self, timeout_s: float, also: Sequence[int] = ()) -> None:
+        """Wait until a message may have come, here or on `also`, at most timeout_s."""
+
+    def receive(self, number: int) -> list[Any] | None:
+        """The next message that came over a connection, or None."""
+
+    def send(self, number: int, buffers: Sequence[Buffer]) -> Tracker | None:
+        """Send without waiting; None: not now."""
+
+    def settled(self, buffers: Sequence[Any]) -> None:
+        """The connection of this message is no longer new."""
+
+    def renew(self, number: int) -> None:
+        """Close a connection, and open another."""
+
+    def close(self, linger_ms: Sequence[int] = ()) -> None:
+        """Disconnect; keep sending queued messages, at most this long for each connection."""
+
+
 def listen(
     url: str,
     security: Security,
@@ -533,7 +562,7 @@ class RouterListener(_Sockets):
 
 
 class Dealers(_Sockets):
-    """A client's connections to one URL, by their numbers; each reconnects by itself."""
+    """A ClientEnd over libzmq's DEALER sockets."""
 
     def __init__(
         self, url: str, security: Security, largest_buffer_bytes: int, connections: int

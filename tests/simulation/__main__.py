@@ -1,0 +1,52 @@
+"""`make simulate`: runs of a whole cluster in one process, each drawn from its seed.
+
+python -m tests.simulation [--seed N] [--minutes M] [--jobs 2] [--history]
+"""
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+
+from tests.simulation import source
+
+
+def main() -> int:
+    """One seed, or new seeds for some time."""
+    parser = argparse.ArgumentParser(prog="make simulate", description="simulate a cluster")
+    parser.add_argument("--seed", type=int, help="one run, with what went wrong in it")
+    parser.add_argument("--minutes", type=float, default=1.0, help="new seeds for so long")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--first", type=int, default=secrets.randbits(40), help="the first seed")
+    parser.add_argument("--history", action="store_true", help="print all that happened")
+    parser.add_argument("--plant", metavar="NAME", help="with this fault of faults/ in the code")
+    options = parser.parse_args()
+    if options.seed is None and options.jobs > 1:
+        return _share_out(options)
+    source.install(options.plant)
+    from tests.simulation import runs
+
+    if options.seed is not None:
+        return runs.show(options.seed, history=options.history)
+    return runs.explore(options.first, options.minutes)
+
+
+def _share_out(options: argparse.Namespace) -> int:
+    began = time.monotonic()
+    command = [sys.executable, "-m", "tests.simulation", "--jobs", "1"]
+    command += ["--minutes", str(options.minutes)]
+    command += ["--plant", options.plant] if options.plant else []
+    jobs = [
+        subprocess.Popen([*command, "--first", str(options.first + (job << 41))])
+        for job in range(options.jobs)
+    ]
+    codes = [job.wait() for job in jobs]
+    print(json.dumps({"jobs": options.jobs, "wall_s": round(time.monotonic() - began, 1)}))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

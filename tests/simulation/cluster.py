@@ -1,0 +1,757 @@
+"""The machines of a simulated run and zapex's roles on them, over memory and a network.
+
+The roles, their ends of the links, intakes, ledgers and limiters are the production classes, wired
+as run/topologies.py and run/networked.py do. Games, Q values and what learns are not: their
+contents can be checked (tests/stress/chaos_content.py). A process dies at a named step of the
+protocol in this way: at the step its machine's memory is copied; when its turn is over, of which
+nothing leaves the process any more, the copy is put back.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.simulation.checker import Checker, Memory
+from tests.simulation.clock import Timeline
+from tests.simulation.network import Network, SimDealers, SimListener
+from tests.simulation.truth import TableStreams, values_of
+from tests.stress import steps
+from tests.stress.chaos_content import (
+    ACTIONS,
+    FRAME_WORDS,
+    SCHEMA,
+    STACK,
+    Violation,
+)
+from zapex.chunks.batch import Batch, aligned_zeros
+from zapex.chunks.builder import ChunkBuilder
+from zapex.chunks.layout import BatchLayout
+from zapex.errors import Fenced, Refused, RunOver
+from zapex.host.metrics import EPISODE, RoleMetrics
+from zapex.host.parts import PARTS
+from zapex.host.plan import HostPlan
+from zapex.host.roster import Roster, Routes
+from zapex.machine.exchange import Exchange, ExchangeShape
+from zapex.net.keys import Security
+from zapex.net.link import ZmqLink
+from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
+from zapex.net.sample_source import ZmqSampleSource
+from zapex.net.server import LinkServer
+from zapex.net.shard_samples import ShardedSampleSource
+from zapex.net.statistics import StatsHandler, StatsReader, StatsSender
+from zapex.replay.core import ReplayCore, ReplayLayout
+from zapex.replay.limiter import LimiterConfig
+from zapex.roles.actor import Actor
+from zapex.roles.intake import Intake
+from zapex.roles.learner import Learner
+from zapex.roles.relay import Outbox, Relay
+from zapex.roles.replay_server import ReplayServer
+from zapex.roles.values import Inference, OwnValues, Pull
+from zapex.run.networked import BothSinks
+from zapex.shm_transport import HostMemory
+from zapex.wire.messages import LEARNER
+from zapex.wire.protocol import Form
+from zapex.zmq_transport import (
+    ChunkSender,
+    ShardedChunkSender,
+    ZmqParameterSink,
+    ZmqParameterSource,
+)
+
+STREAMS, CHUNK, PREFETCH, PARAMETER_BYTES, BETA = 2, 8, 3, 1 << 12, 0.4
+_DAY_NS = 1_800_000_000 * 10**9
+_CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a seed chooses of a run. shards 0: one machine has all of it."""
+
+    shards: int
+    actor_hosts: int
+    actors: int  # of each machine
+    capacity: int
+    batch: int
+    samples_per_insert: float
+    central: bool  # an inference role computes for the actors
+    copies: bool
+    places: bool
+    learns_there: bool  # the learner is on the replay's machine
+    chunk_age: int
+
+    @classmethod
+    def of(cls, time: Timeline) -> "Shape":
+        """A shape."""
+        rng = time.rng
+        shards = rng.choice((0, 1, 1, 1, 2))
+        return cls(
+            shards, rng.choice((1, 2)) if shards else 0, rng.choice((1, 2)),
+            rng.choice((160, 320, 640)), rng.choice((8, 16)), rng.choice((0.0, 1.0, 4.0)),
+            rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.5,
+            shards == 1 and rng.random() < 0.3, rng.choice((0, 11)),
+        )  # fmt: skip
+
+    @property
+    def all_actors(self) -> int:
+        """Of the run."""
+        return self.actors * max(1, self.actor_hosts)
+
+    def limiter(self, relay: bool = False) -> LimiterConfig:
+        """Of the replay, or of a relay."""
+        grant = STREAMS * CHUNK
+        ratio = 0.0 if relay else self.samples_per_insert
+        return LimiterConfig(
+            samples_per_insert=ratio,
+            min_size_to_sample=1 if relay else 4 * self.batch // max(1, self.shards),
+            tolerance=int(8 * (ratio * grant * self.all_actors + self.batch)), grant=grant,
+            batch=self.batch, capacity=self.capacity,
+        )  # fmt: skip
+
+
+class Process:
+    """A role of a machine, life after life."""
+
+    def __init__(self, host: "Host", name: str, make: Callable[["Process"], Any]) -> None:
+        self.host, self.name, self._make = host, name, make
+        self.time = host.cluster.time
+        self.role: Any = None
+        self.life = self.incarnation = 0
+        self.sockets: list[Any] = []
+        self.order: tuple[str, int] | None = None
+        self.stopped_until_s = 0.0
+        self.turns = 0
+
+    @property
+    def title(self) -> str:
+        """Its name in the run."""
+        return f"{self.host.name}/{self.name}"
+
+    def start(self, least_s: float = 0.05, most_s: float = 1.0) -> None:
+        """A new life: its incarnation is announced, and then the role begins."""
+        self.life += 1
+        self.incarnation = max(self.host.wall_ns(), self.incarnation + 1)
+        self._announce(self.incarnation)
+        self.time.soon(least_s, most_s, partial(self._begin, self.life))
+
+    def _announce(self, incarnation: int) -> None:
+        memory = self.host.memory
+        if memory is not None and self.name in dict(memory.plan.roles):
+            memory.set_incarnation(self.name, incarnation)
+
+    def _begin(self, life: int) -> None:
+        if life == self.life:
+            self.time.say(f"{self.title} begins")
+            self.role = self._run(lambda: self._make(self))
+            self._again(life, 0.001)
+
+    def _turn(self, life: int) -> None:
+        if life != self.life or self.role is None:
+            return
+        if self.stopped_until_s > self.time.now_s:
+            self.time.after(self.stopped_until_s - self.time.now_s, partial(self._turn, life))
+            return
+        self.turns += 1
+        work = self._run(self.role.do_work)
+        if work:
+            self.time.say(f"{self.title} {work}")
+        self._again(life, self.host.cluster.turn_s if work else self.host.cluster.idle_s)
+
+    def _again(self, life: int, about_s: float) -> None:
+        self.time.soon(0.2 * about_s, 1.8 * about_s, partial(self._turn, life))
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """Let it run; it may die at the step of its order."""
+        cluster, host, life = self.host.cluster, self.host, self.life
+        words = cluster.orders
+        copied: list[Any] = []
+
+        def dies(_: Any) -> None:
+            cluster.net.ghost = True
+            copied.extend(block.copy() for block in host.blocks)
+
+        if self.order is not None:
+            steps.order(words, *self.order, 0)
+            words[steps.LAST] = 0
+        steps.obey(words, dies)
+        found: Any = None
+        try:
+            found = call()
+        except (Fenced, Refused, RunOver) as error:
+            if not copied:
+                self.time.say(f"{self.title} ends: {type(error).__name__}")
+                self.role = None
+                self.life += 1
+                host.leave(error)
+        except Violation:
+            if not copied:
+                raise
+        except Exception as error:
+            if not copied:
+                raise Violation(f"crash: {self.title}: {traceback.format_exc()}") from error
+        finally:
+            cluster.net.ghost = False
+            if self.order is not None:
+                if not copied:
+                    self.order = self.order[0], words[steps.COUNT]
+                steps.withdraw(words)
+        if copied:
+            for block, as_it_was in zip(host.blocks, copied, strict=True):
+                block[:] = as_it_was
+            self.time.say(f"{self.title} dies at {self.order[0] if self.order else ''}")
+            self.order = None
+            if life == self.life:
+                self.die()
+        elif self.life == life and self.role is not None and host.watch is not None:
+            host.watch(self)
+        return None if copied or self.life != life else found
+
+    def die(self, *, silent: bool = False) -> None:
+        """It is gone. Its parent starts it again, if the machine is there."""
+        self.life += 1
+        life, self.role, self.order = self.life, None, None
+        self.stopped_until_s = 0.0
+        for socket in self.sockets:
+            socket.close(silent=silent)
+        self.sockets.clear()
+        if silent:
+            return
+        self.time.say(f"{self.title} is dead")
+        self.time.soon(0.001, 0.1, lambda: life == self.life and self._announce(0))
+        self.time.soon(0.1, 2.0, lambda: life == self.life and self.start())
+
+
+class Host:
+    """A machine: its memory, its clock, its processes. It loses all when it loses its power."""
+
+    def __init__(self, cluster: "Cluster", name: str) -> None:
+        self.cluster, self.name = cluster, name
+        self.memory: HostMemory | None = None
+        self.blocks: list[NDArray[np.uint8]] = []
+        self.processes: dict[str, Process] = {}
+        self.number = 0
+        self.boots = 0
+        self.ahead_ns = 0  # its time of day
+        self.off = False
+        self.watch: Callable[[Process], None] | None = None
+
+    def wall_ns(self) -> int:
+        """Its time of day."""
+        return _DAY_NS + int(self.cluster.time.now_s * 1e9) + self.ahead_ns
+
+    def boot(self) -> None:
+        """It has power, and runs its part with new memory."""
+        self.off = False
+        self.boots += 1
+        self.number = self.cluster.time.rng.getrandbits(62) + 1
+        self.cluster.time.say(f"{self.name} boots")
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the memory, start the roles."""
+        raise NotImplementedError
+
+    def allocate(self, plan: HostPlan) -> HostMemory:
+        """New memory of a plan."""
+        self.blocks = [aligned_zeros(plan.nbytes), aligned_zeros(max(64, plan.experience_bytes))]
+        no_eventfds = [-1] * len(plan.roles)  # nobody sleeps
+        self.memory = HostMemory(plan, *self.blocks, no_eventfds, create=True)
+        return self.attach()
+
+    def attach(self) -> HostMemory:
+        """As a process sees the memory."""
+        assert self.memory is not None
+        return HostMemory(self.memory.plan, *self.blocks, self.memory.eventfds)
+
+    def start(self, makers: dict[str, Callable[[Process], Any]]) -> None:
+        """Start these processes, in any order."""
+        last = max([self.wall_ns(), *(p.incarnation for p in self.processes.values())])
+        self.processes = {name: Process(self, name, make) for name, make in makers.items()}
+        for process in self.processes.values():
+            process.incarnation = last
+            process.start()
+
+    def lose_power(self) -> None:
+        """All processes are gone, and nobody is told."""
+        self.cluster.time.say(f"{self.name} loses its power")
+        self.off = True
+        self._end(silent=True)
+
+    def _end(self, *, silent: bool) -> None:
+        for process in self.processes.values():
+            process.die(silent=silent)
+            process.life += 1  # the machine has no parent any more that starts it
+        self.forget()
+
+    def forget(self) -> None:
+        """The memory is lost."""
+
+    def leave(self, error: Exception) -> None:
+        """A role may not go on: an actor host joins again, as another one."""
+        self.cluster.time.say(f"{self.name} leaves: {type(error).__name__}")
+        boots = self.boots
+        self._end(silent=False)
+        self.off = True
+        self.cluster.time.soon(0.5, 2.0, lambda: self.boots == boots and self.boot())
+
+    # What roles are made of.
+
+    def plan(
+        self, part: str, *, actors: int, streams: int, capacity: int, central: bool
+    ) -> HostPlan:
+        """The plan of a part."""
+        size = STREAMS, (STACK, FRAME_WORDS), "<i8", ACTIONS
+        return HostPlan(
+            replay=ReplayLayout(SCHEMA, capacity, streams, CHUNK), actors=actors,
+            envs_per_actor=STREAMS, batch_size=self.cluster.shape.batch, prefetch=PREFETCH,
+            parameter_bytes=PARAMETER_BYTES, beta=BETA, eval_episodes=1,
+            part=PARTS[part].acting("central" if central else "cpu"),
+            exchange=ExchangeShape(actors, *size) if central else None,
+        )  # fmt: skip
+
+    def actor_makers(self, numbers: Sequence[int]) -> dict[str, Callable[[Process], Any]]:
+        """The actors and what computes for them."""
+        makers: dict[str, Callable[[Process], Any]] = {
+            f"actor {i}": partial(self._make_actor, i, number) for i, number in enumerate(numbers)
+        }
+        if self.cluster.shape.central:
+            makers["inference"] = self._make_inference
+        return makers
+
+    def _make_actor(self, index: int, number: int, process: Process) -> Actor:
+        memory, time = self.attach(), self.cluster.time
+        sink, metrics = (
+            memory.experience_sink(index, process.incarnation),
+            memory.metrics(process.name),
+        )
+        shape, first = self.cluster.shape, number * STREAMS
+        builder = ChunkBuilder(
+            sink.store, STREAMS, actor=index, incarnation=process.incarnation, first_stream=first,
+            max_chunk_age_steps=shape.chunk_age,
+        )  # fmt: skip
+        games: Any = TableStreams(self.cluster.checker.truth, number, process.incarnation, STREAMS)
+        values: Any
+        if shape.central:
+            exchange = memory.plan.exchange
+            assert exchange is not None
+            wake = memory.waker("inference").wake
+            values = Exchange(memory.part_of("exchange"), exchange).asker(index, wake)
+        else:
+            policy: Any = Judge(
+                self.cluster.checker, f"{process.title} {self.boots} {process.incarnation}"
+            )
+            pull = Pull(
+                policy, memory.mailbox(), metrics, period=4, parameter_bytes=PARAMETER_BYTES
+            )
+            values = OwnValues(policy, pull, metrics)
+        commit = sink.commit
+
+        def committed(slots: NDArray[np.int64]) -> None:
+            if (
+                not self.cluster.net.ghost
+                and self.watch is not None
+                and not self.cluster.shape.shards
+            ):
+                self.cluster.checker.owe(sink.store, slots, process.title)
+            commit(slots)
+
+        watched: Any = sink
+        watched.commit = committed
+        return Actor(
+            games, values, sink, builder, metrics,
+            memory.ring(f"episodes {index}").producer().try_offer, epsilons=np.zeros(STREAMS),
+            first_stream=first, reward_clip=False, priorities=True,
+            rng=np.random.default_rng(process.life), clock_ns=lambda: int(time.now_s * 1e9),
+            may_step=lambda: not self.cluster.is_over,
+        )  # fmt: skip
+
+    def _make_inference(self, process: Process) -> Inference:
+        memory = self.attach()
+        assert memory.plan.exchange is not None
+        metrics = memory.metrics("inference")
+        policy: Any = Judge(
+            self.cluster.checker, f"{process.title} {self.boots} {process.incarnation}"
+        )
+        pull = Pull(policy, memory.mailbox(), metrics, period=4, parameter_bytes=PARAMETER_BYTES)
+        wakers = [memory.waker(f"actor {i}").wake for i in range(memory.plan.actors)]
+        answerer = Exchange(memory.part_of("exchange"), memory.plan.exchange).answerer(wakers)
+        return Inference(answerer, policy, pull, metrics, streams=STREAMS)
+
+    def link(
+        self, process: Process, role: str, shard: int, *, form: bool = True, actors: int = 0
+    ) -> ZmqLink:
+        """A link to a shard."""
+        cluster = self.cluster
+
+        def dial(url: str, security: Any, largest: int, connections: int) -> SimDealers:
+            dealers = SimDealers(cluster.net, self.name, process.title, url, connections)
+            process.sockets.append(dealers)
+            return dealers
+
+        return ZmqLink(
+            f"tcp://{shard}:1", role, self.number, process.incarnation,
+            cluster.form if form else None,
+            cluster.settings(shard), Security(insecure_network=True), schema_hash=SCHEMA.hash,
+            actors=actors, clock_s=cluster.clock_s, dial=dial,
+        )  # fmt: skip
+
+    def make_learner(self, process: Process) -> Any:
+        """With the replay on this machine."""
+        memory = self.attach()
+        return self.learner(process, memory, memory.sample_source(), memory.mailbox())
+
+    def learner(self, process: Process, memory: HostMemory, source: Any, sink: Any) -> Learner:
+        """A learner."""
+        cluster = self.cluster
+        dqn: Any = CheckingDqn(cluster.checker)
+        return Learner(
+            dqn, source, StampedSink(cluster, sink),
+            [Batch.empty(BatchLayout(SCHEMA, cluster.shape.batch))],
+            memory.metrics("learner"), NoCheckpoints(), prefetch=PREFETCH, publish_period_s=0.5,
+            clock_s=cluster.clock_s,
+        )  # fmt: skip
+
+
+class NoCheckpoints:
+    def due(self) -> bool:
+        return False
+
+    def save(self, dqn: Any, version: int) -> None: ...
+
+
+class Judge:
+    """A policy that checks its parameters, and whose values name what was asked."""
+
+    def __init__(self, checker: Checker, who: str) -> None:
+        self._checker, self._who = checker, who
+
+    def load_flat(self, buffer: Any) -> None:
+        self._checker.load(self._who, buffer.view(np.int64))
+
+    def q_values(self, obs: NDArray[Any]) -> NDArray[np.float32]:
+        return values_of(self._checker.truth, obs)
+
+
+class CheckingDqn:
+    """Learns nothing; looks at every row."""
+
+    def __init__(self, checker: Checker) -> None:
+        self._checker, self._learned = checker, 0
+
+    def flat_parameters(self) -> NDArray[np.float32]:
+        return np.zeros(PARAMETER_BYTES // 4, np.float32)
+
+    def learn(self, batch: Batch, enter: Any) -> Any:
+        facts = dict.fromkeys(("td_loss", "q_values", "td_error", "gradient_norm"), 0.0)
+        self._learned += 1
+        return self._checker.batch(batch, self._learned), facts
+
+
+class StampedSink:
+    """Every word of published parameters is their version."""
+
+    def __init__(self, cluster: "Cluster", sink: Any) -> None:
+        self._cluster, self._sink = cluster, sink
+
+    @property
+    def version(self) -> int:
+        return int(self._sink.version)
+
+    def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
+        if not self._cluster.net.ghost:
+            self._cluster.checker.published = max(self._cluster.checker.published, version)
+        self._sink.publish(version, np.full(PARAMETER_BYTES // 8, version, np.int64).view(np.uint8))
+
+
+@dataclass
+class Linked:
+    """A role, and what its process does besides."""
+
+    role: Any
+    chores: list[Callable[[], object]] = field(default_factory=list)
+
+    def do_work(self) -> int:
+        work = int(self.role.do_work())
+        for chore in self.chores:
+            chore()
+        return work
+
+
+class ReplayMachine(Host):
+    """A replay: of a run on this machine alone, or a shard of a run on several."""
+
+    def __init__(self, cluster: "Cluster", name: str, shard: int) -> None:
+        super().__init__(cluster, name)
+        self.shard = shard
+        self.known: Memory | None = None
+        self.watch = self._look
+        self._looks = 0
+
+    def begin(self) -> None:
+        shape = self.cluster.shape
+        alone = not shape.shards
+        part = "all" if alone else "replay with learner" if shape.learns_there else "replay"
+        actors = shape.all_actors
+        self.allocate(
+            self.plan(part, actors=actors, streams=actors * STREAMS, capacity=shape.capacity,
+                      central=alone and shape.central)
+        )  # fmt: skip
+        self.known = Memory(f"{self.name} {self.boots}", shape.shards > 1, networked=not alone)
+        makers: dict[str, Callable[[Process], Any]] = {"replay": self._make_replay}
+        if alone:
+            makers |= self.actor_makers(range(actors))
+        if alone or shape.learns_there:
+            makers["learner"] = self.make_learner
+        self.start(makers)
+
+    def forget(self) -> None:
+        assert self.known is not None
+        self.cluster.checker.lose(self.attach().store(), self.known)
+
+    def _make_replay(self, process: Process) -> Any:
+        cluster, memory, shape = self.cluster, self.attach(), self.cluster.shape
+        plan = memory.plan
+        replay = ReplayCore(
+            plan.replay, alpha=1.0, eps=0.0, seed=process.life, buffer=memory.experience,
+            shard=0,
+        )  # fmt: skip
+        assert self.known is not None
+        cluster.checker.watch(replay, self.known, lambda: cluster.net.ghost)
+        sink: Any
+        if not shape.shards:
+            source: Any = memory.experience_source()
+            sink = memory.sample_sink()
+        else:
+            roster = Roster(memory.part_of("roster"), plan.actors, replay.store.header_rows)
+            mailbox = memory.mailbox()
+            listener = SimListener(cluster.net, self.name, f"tcp://{self.shard}:1", 1024)
+            process.sockets.append(listener)
+            server = LinkServer(
+                listener, cluster.form, cluster.settings(self.shard), roster,
+                incarnation=process.incarnation, params_version=lambda: mailbox.version,
+                takes_learner=not shape.learns_there, tell=cluster.tell, clock_s=cluster.clock_s,
+            )  # fmt: skip
+            server.guard.close()  # its thread has nothing to guard here
+            ends: list[Any] = [
+                ZmqParameters(server, mailbox),
+                StatsHandler(server, memory, cluster.clock_s),
+            ]
+            if shape.learns_there:
+                sink = memory.sample_sink()
+            else:
+                sink = ZmqSampleSink(server, replay.store, cluster.clock_s)
+                ends.append(sink)
+            source = ZmqExperienceSource(server, replay.store, ends)
+        intake = Intake(source, replay, shape.limiter(), streams_per_actor=STREAMS)
+        return ReplayServer(
+            replay, intake, source, sink, memory.metrics("replay"), method="stratified"
+        )
+
+    def _look(self, process: Process) -> None:
+        if process.name != "replay":
+            return
+        server, known, checker = process.role, self.known, self.cluster.checker
+        assert known is not None
+        checker.take(server.replay.store, known)
+        self._looks += 1
+        if self._looks % _CHECK_EVERY == 0:
+            checker.check_leaves(server.replay, known)
+            checker.check_slots(process.title, server.intake, server.replay)
+
+
+class ActorMachine(Host):
+    """Actors and their relay. First it asks the replay for their numbers."""
+
+    def __init__(self, cluster: "Cluster", name: str) -> None:
+        super().__init__(cluster, name)
+        self.numbers: tuple[int, ...] = ()
+        self._epoch = 0
+        self.watch = self._look
+
+    def begin(self) -> None:
+        self.memory, self.numbers = None, ()
+        self.start({"join": self._make_joiner})
+
+    def _make_joiner(self, process: Process) -> Any:
+        link = self.link(process, "relay", 0, form=False, actors=self.cluster.shape.actors)
+
+        def look() -> int:
+            work = link.do_work()
+            if link.is_open and link.welcome is not None:
+                self.numbers = tuple(link.welcome.actors["actor"].tolist())
+                self._epoch = link.welcome.epoch
+                link._dealers.close()
+                process.life += 1
+                self._play()
+            return work
+
+        return Linked(Worker(look))
+
+    def _play(self) -> None:
+        shape = self.cluster.shape
+        streams = shape.actors * STREAMS
+        self.allocate(
+            self.plan("actor", actors=shape.actors, streams=streams, capacity=2 * streams * CHUNK,
+                      central=shape.central)
+        )  # fmt: skip
+        self.cluster.time.say(f"{self.name} has the actors {self.numbers}")
+        self.start({"relay": self._make_relay, **self.actor_makers(self.numbers)})
+
+    def _make_relay(self, process: Process) -> Any:
+        cluster, memory, shape = self.cluster, self.attach(), self.cluster.shape
+        plan, store, source = memory.plan, memory.store(), memory.experience_source()
+        links = [self.link(process, "relay", s, actors=plan.actors) for s in range(shape.shards)]
+        link = links[0]
+
+        def check(welcome: Any, channel: int) -> None:
+            if welcome.epoch != self._epoch or tuple(welcome.actors["actor"]) != self.numbers:
+                raise Fenced("the replay has another memory, or gave the numbers away")
+
+        link.register(on_welcome=check)
+        sender: Any
+        if len(links) == 1:
+            sender = ChunkSender(link, store, cluster.clock_s)
+        else:
+            routes = Routes(memory.part_of("routes"), plan.actors, self.wall_ns)
+            sender = ShardedChunkSender(
+                links, store, routes, self.numbers, cluster.tell, cluster.clock_s
+            )
+        outbox = Outbox(store, plan.replay, sender)
+        take_freed = sender.take_freed
+
+        def freed() -> list[int]:
+            slots: list[int] = take_freed()
+            if not cluster.net.ghost:
+                cluster.checker.owe(store, slots, process.title)
+            return slots
+
+        sender.take_freed = freed
+        intake = Intake(source, outbox, shape.limiter(relay=True), streams_per_actor=STREAMS)
+        blocks = {n: memory.metrics(f"actor {i}") for i, n in enumerate(self.numbers)}
+        relay = Relay(
+            intake, outbox, source, ZmqParameterSource(link), memory.mailbox(),
+            memory.metrics("relay"), parameter_bytes=PARAMETER_BYTES,
+            link_ready=lambda: any(one.ready() for one in links),
+            report=StatsSender(link, blocks, clock_s=cluster.clock_s).do_work,
+            ended=lambda: False,
+        )  # fmt: skip
+        return RelayRole(relay, intake, outbox)
+
+    def _look(self, process: Process) -> None:
+        if process.name == "relay":
+            role = process.role
+            self.cluster.checker.check_slots(
+                process.title, role.intake, role.outbox, role.outbox.on_their_way
+            )
+
+
+@dataclass
+class Worker:
+    """A function as a role."""
+
+    do_work: Callable[[], int]
+
+
+@dataclass
+class RelayRole:
+    """A relay, and what the checker looks at."""
+
+    relay: Relay
+    intake: Intake
+    outbox: Outbox
+
+    def do_work(self) -> int:
+        return self.relay.do_work()
+
+
+class LearnerMachine(Host):
+    """The learner."""
+
+    def begin(self) -> None:
+        shape = self.cluster.shape
+        actors = shape.all_actors
+        self.allocate(
+            self.plan("learner", actors=actors, streams=actors * STREAMS, capacity=shape.capacity,
+                      central=False)
+        )  # fmt: skip
+        self.start({"learner": self._make_learner})
+
+    def _make_learner(self, process: Process) -> Any:
+        cluster, memory = self.cluster, self.attach()
+        links = [self.link(process, "learner", shard) for shard in range(cluster.shape.shards)]
+        link = links[0]
+        sources = [ZmqSampleSource(one, BETA) for one in links]
+        source: Any = sources[0]
+        if len(links) > 1:
+            source = ShardedSampleSource(
+                sources, BETA, "stratified", process.life, cluster.tell, cluster.clock_s
+            )
+        sink = ZmqParameterSink(link)
+        StatsReader(link, memory)
+        sender = StatsSender(link, {LEARNER: memory.metrics("learner")}, clock_s=cluster.clock_s)
+        linked = Linked(None)
+
+        def wait() -> int:
+            work = link.do_work()
+            if link.is_open:
+                both = BothSinks(memory.mailbox(), sink)
+                linked.role = self.learner(process, memory, source, both)
+                linked.chores = [*(one.do_work for one in links), sender.do_work]
+            return work
+
+        linked.role = Worker(wait)
+        return linked
+
+
+class Cluster:
+    """All machines of a run."""
+
+    def __init__(self, time: Timeline) -> None:
+        self.time, self.checker = time, Checker()
+        self.shape = shape = Shape.of(time)
+        self.net = Network(time, copies=shape.copies, places=shape.places)
+        self.orders = memoryview(bytearray(8 * steps.WORDS)).cast("q")
+        self.is_over = False
+        self.turn_s, self.idle_s = time.rng.choice(((0.02, 0.1), (0.1, 0.2), (0.2, 0.4)))
+        layout = ReplayLayout(
+            SCHEMA, shape.capacity, shape.all_actors * STREAMS, CHUNK
+        ).chunk_layout
+        self.form = Form(
+            layout, shape.batch, PARAMETER_BYTES, RoleMetrics.required_bytes(), EPISODE.itemsize
+        )
+        self.hosts: dict[str, Host] = {}
+        for shard in range(max(1, shape.shards)):
+            self._add(ReplayMachine(self, f"replay{shard}", shard))
+        for i in range(shape.actor_hosts):
+            self._add(ActorMachine(self, f"actors{i}"))
+        if shape.shards and not shape.learns_there:
+            self._add(LearnerMachine(self, "learner"))
+
+    def _add(self, host: Host) -> None:
+        self.hosts[host.name] = host
+
+    def boot(self) -> None:
+        """All machines, at about the same time."""
+        for host in self.hosts.values():
+            self.time.soon(0.0, 2.0, host.boot)
+
+    def clock_s(self) -> float:
+        """Monotonic."""
+        return self.time.now_s
+
+    def tell(self, text: str) -> None:
+        """What a role says to the user."""
+        self.time.say(f"said: {text}")
+
+    def settings(self, shard: int) -> dict[str, object]:
+        """What both ends of a link compare."""
+        return {"env": "chaos", "shard": f"{shard} of {self.shape.shards}"}
+
+    @property
+    def processes(self) -> list[Process]:
+        """All that may run."""
+        return [p for host in self.hosts.values() for p in host.processes.values()]

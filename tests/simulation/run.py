@@ -1,0 +1,215 @@
+"""One run: its faults, drawn from its seed, and what came of it."""
+
+import random
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.clock import Timeline
+from tests.simulation.cluster import ActorMachine, Cluster, Process, ReplayMachine
+from tests.stress.chaos_content import Violation
+from tests.stress.chaos_run import STEPS
+
+FAULTY_S = 60.0  # how long there are faults
+PROGRESS_S = 150.0  # once there are none: a host that only said hello keeps its numbers for 60 s
+_ORDER_S = 5.0  # that a process has to come to the step at which it dies
+_MAILBOX = ["cell-marked", "cell-written", "cell-stamped", "value-published"]
+_OF_ROLE = {
+    **STEPS,
+    "replay": STEPS["replay"] + _MAILBOX,
+    "relay": [*STEPS["replay"], *_MAILBOX, "value-copied"],
+    "join": ["ring-written"],
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong at a time. The numbers say where and how, whatever is there then."""
+
+    at_s: float
+    kind: str
+    numbers: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.2f} {self.kind} {' '.join(f'{n:.4f}' for n in self.numbers)}"
+
+
+KINDS = {
+    "die": 10,
+    "stop": 2,
+    "cut": 3,
+    "cut one way": 3,
+    "reset": 3,
+    "slow": 2,
+    "power": 1,
+    "clock": 2,
+}
+
+
+def faults_of(seed: int) -> list[Fault]:
+    """A run's faults. Some runs have few, so that others are not hidden by them."""
+    rng = random.Random(f"faults {seed}")
+    kinds = rng.sample(list(KINDS), rng.randint(1, len(KINDS)))
+    many = rng.choice((1, 5, 20, 60))
+    chosen = rng.choices(kinds, [KINDS[kind] for kind in kinds], k=many)
+    faults = [
+        Fault(rng.uniform(0, FAULTY_S), kind, tuple(rng.random() for _ in range(4)))
+        for kind in chosen
+    ]
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def _pick(things: Sequence[Any], number: float) -> Any:
+    return things[int(number * len(things))] if things else None
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    seed: int
+    faults: Sequence[Fault]
+    violation: str = ""
+    history: list[str] = field(default_factory=list)
+    simulated_s: float = 0.0
+    facts: dict[str, int] = field(default_factory=dict)
+    shape: Any = None
+
+    @property
+    def kind(self) -> str:
+        """The first word of what is wrong."""
+        return self.violation.partition(":")[0]
+
+
+class _Nemesis:
+    """Does the faults, and ends them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._time = cluster, cluster.time
+
+    def do(self, fault: Fault) -> None:
+        """A fault happens."""
+        self._time.say(f"fault: {fault}")
+        a, b, c, d = fault.numbers
+        left_s = FAULTY_S - self._time.now_s
+        hosts = list(self._cluster.hosts.values())
+        match fault.kind:
+            case "die" | "stop":
+                process = _pick([p for p in self._cluster.processes if p.role is not None], a)
+                if process is None:
+                    return
+                if fault.kind == "stop":
+                    process.stopped_until_s = self._time.now_s + min(left_s, 60 * b**3)
+                elif b < 0.2:
+                    process.die()
+                else:
+                    self._order(process, c, d)
+            case "cut" | "cut one way":
+                here, there = self._ends(a, b)
+                for ways in ((here, there), (there, here))[: 1 + (fault.kind == "cut")]:
+                    self._cluster.net.block(*ways, blocked=True)
+                    self._time.after(
+                        min(left_s, 40 * c**2),
+                        lambda w=ways: self._cluster.net.block(*w, blocked=False),
+                    )
+            case "reset":
+                self._cluster.net.reset(*self._ends(a, b))
+            case "slow":
+                path = self._cluster.net.path(*self._ends(a, b))
+                path.delay_s, path.bytes_per_s = (0.0, 2 * c**2), 10 ** (3 + 3 * d)
+                self._time.after(min(left_s, 30 * d), lambda: self._heal(path))
+            case "power":
+                host = _pick(hosts, a)
+                if not host.off and host.processes:
+                    host.lose_power()
+                    boots = host.boots
+                    off_s = min(left_s, 20 * b)
+                    self._time.after(off_s, lambda: host.boots == boots and host.boot())
+            case "clock":
+                _pick(hosts, a).ahead_ns += int((b - 0.5) * 2e10)
+
+    @staticmethod
+    def _heal(path: Any) -> None:
+        path.delay_s, path.bytes_per_s = (0.0001, 0.002), 1e9
+
+    def _ends(self, a: float, b: float) -> tuple[str, str]:
+        """A machine with a replay and one with something else, in any order."""
+        hosts = self._cluster.hosts.values()
+        replays = [h.name for h in hosts if isinstance(h, ReplayMachine)]
+        others = [h.name for h in hosts if not isinstance(h, ReplayMachine)] or replays
+        ends = _pick(replays, a), _pick(others, b)
+        return ends if a * 8 % 1 < 0.5 else (ends[1], ends[0])
+
+    def _order(self, process: Process, which: float, count: float) -> None:
+        process.order = _pick(_OF_ROLE[process.name.split()[0]], which), 1 + int(20 * count**3)
+        life = process.life
+        self._time.after(
+            _ORDER_S, lambda: process.order is not None and life == process.life and process.die()
+        )
+
+
+def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
+    """A run with its own faults, or with others."""
+    faults = faults_of(seed) if faults is None else faults
+    time = Timeline(seed)
+    cluster = Cluster(time)
+    outcome = Outcome(seed, faults, history=time.history, shape=cluster.shape)
+    nemesis = _Nemesis(cluster)
+    time.say(str(cluster.shape))
+    for fault in faults:
+        time.after(fault.at_s, lambda f=fault: nemesis.do(f))
+    try:
+        cluster.boot()
+        time.run(FAULTY_S)
+        time.say("no faults any more")
+        _progress(cluster)
+        _settle(cluster)
+    except Violation as violation:
+        outcome.violation = str(violation)
+    except Exception:
+        outcome.violation = f"crash: {traceback.format_exc()}"
+    checker = cluster.checker
+    time.say(f"outcome: {outcome.violation or 'fine'}")
+    outcome.simulated_s = time.now_s
+    outcome.facts = {
+        "chunks": len(checker.arrived), "rows": checker.rows, "batches": checker.batches,
+        "versions": checker.published, "events": len(time.history),
+    }  # fmt: skip
+    return outcome
+
+
+def _progress(cluster: Cluster) -> None:
+    """Every actor, the learner and the parameters go on, in a stated time."""
+    checker, time = cluster.checker, cluster.time
+    batches, published = checker.batches, checker.published
+    for process in cluster.processes:
+        process.stopped_until_s = 0.0
+    lives = checker.lives.copy()
+
+    def missing() -> list[str]:
+        found = ["batches"] if checker.batches < batches + 20 else []
+        for host in cluster.hosts.values():
+            actors = [p for name, p in host.processes.items() if name.startswith("actor ")]
+            numbers = getattr(host, "numbers", range(len(actors)))
+            for process, number in zip(actors, numbers, strict=True):
+                life = number, process.incarnation
+                if checker.lives[life] < lives[life] + 3:
+                    found.append(f"chunks of {process.title}")
+            if isinstance(host, ActorMachine) and not actors:
+                found.append(f"actors of {host.name}")
+            elsewhere = isinstance(host, ReplayMachine) and host.shard > 0
+            memory = host.memory
+            if not elsewhere and (memory is None or memory.mailbox().version <= published):
+                found.append(f"parameters at {host.name}")
+        return found
+
+    if not time.run(time.now_s + PROGRESS_S, lambda: not missing()):
+        raise Violation(f"stuck: for {PROGRESS_S:.0f} s without faults no {', '.join(missing())}")
+
+
+def _settle(cluster: Cluster) -> None:
+    """The actors stop; what is under way arrives."""
+    cluster.is_over = True
+    cluster.time.run(cluster.time.now_s + 8.0)
+    cluster.checker.settle()

@@ -1,0 +1,43 @@
+"""A simulated cluster: a run repeats from its seed, and what is planted in the code is found."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation import source
+
+
+def simulate(*arguments: object, hash_seed: int = 0) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the named steps become calls where zapex is imported."""
+    command = [sys.executable, "-m", "tests.simulation", "--jobs", "1", *map(str, arguments)]
+    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("seed", [34, 43])
+def test_a_seed_gives_the_same_history_each_time(seed: int) -> None:
+    histories = []
+    for hash_seed in (1, 2):
+        done = simulate("--seed", seed, "--history", hash_seed=hash_seed)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        histories.append([x for x in done.stdout.splitlines() if "simulated seconds" not in x])
+    assert len(histories[0]) > 200
+    assert histories[0] == histories[1]
+
+
+def test_every_planted_fault_is_one_change_of_a_module() -> None:
+    for name in source.faults():
+        module, before, after = source.fault(name)
+        path = source.FAULTS.parents[2] / (module.replace(".", "/") + ".py")
+        assert path.read_text().count(before) == 1, name
+        assert before != after, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", source.faults())
+def test_a_planted_fault_is_found(name: str) -> None:
+    done = simulate("--plant", name, "--minutes", 10, "--first", 1)
+    assert "FAILED" in done.stdout, done.stdout + done.stderr
