@@ -67,12 +67,12 @@ FIRST_STREAM = 30
 
 def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0.1, max_age=0,
          slots=None, flush_at=(), actions=5, level=0, level_padding="zero",
-         given=False, abandoned=0.0):  # fmt: skip
+         given=False, abandoned=0.0, explored=0.0):  # fmt: skip
     """Random play through a builder that gets few slots at a time; chunks, oracle and store.
 
     level: the stack of a second column of the observation; 0: there is none. given: the caller
     gives priorities. abandoned: the share of steps after which a stream is reset in the middle of
-    its episode.
+    its episode. explored: the share of exploratory actions.
     """
     image = "obs/image" if level else "obs"
     columns = {image: Column((3, 2), np.uint8, stack=stack)}
@@ -117,11 +117,11 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         for i in np.flatnonzero(mask):
             naive[i].begin(of(i))
 
-    def add(reward, terminated, truncated, cut, values, priority):
+    def add(reward, terminated, truncated, cut, exploratory, values, priority):
         until_done(
             lambda: builder.add(
-                seen, reward, terminated, truncated, cut=cut, values=values,
-                priority=priority if given else None,
+                seen, reward, terminated, truncated, cut=cut, exploratory=exploratory,
+                values=values, priority=priority if given else None,
             )
         )  # fmt: skip
         indices, magnitudes = builder.last_completed()
@@ -144,13 +144,17 @@ def play(rng, *, streams, stack, n, chunk, steps, padding="zero", end=0.1, cut=0
         builder.staged["action"] = action = rng.integers(actions, size=streams)
         builder.staged["mask"] = mask = rng.random((streams, 2)).astype(np.float32)
         np.testing.assert_array_equal(builder.idle(), begun)
-        add(reward, terminated, truncated, cuts if cut else None, values, priority)
+        exploratory = rng.random(streams) < explored
+        add(
+            reward, terminated, truncated, cuts if cut else None,
+            exploratory if explored else None, values, priority,
+        )  # fmt: skip
         over = ~begun & (terminated | truncated)
         assert builder.ended == over.sum()
         for i in np.flatnonzero(~begun):
             naive[i].add(
                 (action[i], mask[i]), reward[i], of(i), bool(terminated[i] | cuts[i]),
-                bool(over[i]), *values[:, i], priority[i] if given else None,
+                bool(over[i]), *values[:, i], priority[i] if given else None, exploratory[i],
             )  # fmt: skip
         reset = begun | (~over & (rng.random(streams) < abandoned))
         for i in np.flatnonzero(reset & ~begun):
@@ -243,14 +247,16 @@ PADDINGS = st.sampled_from(["zero", "repeat", "distinct"])
     end=st.sampled_from([0.0, 0.05, 0.5, 1.0]), cut=st.sampled_from([0.0, 0.1, 0.6]),
     max_age=st.sampled_from([0, 1, 5]), flush_at=st.sets(st.integers(0, 59), max_size=3),
     given=st.booleans(), abandoned=st.sampled_from([0.0, 0.2]),
+    explored=st.sampled_from([0.0, 0.2, 1.0]),
 )  # fmt: skip
 def test_chunks_hold_what_the_naive_twin_has(
-    seed, streams, stack, n, more, padding, end, cut, max_age, flush_at, given, abandoned
+    seed, streams, stack, n, more, padding, end, cut, max_age, flush_at, given, abandoned, explored
 ):
     rng = np.random.default_rng(seed)
     store, closed, naive, _, _ = play(
         rng, streams=streams, stack=stack, n=n, chunk=n + more, steps=60, padding=padding,
         end=end, cut=cut, max_age=max_age, flush_at=flush_at, given=given, abandoned=abandoned,
+        explored=explored,
     )  # fmt: skip
     check_against_twin(store, closed, naive)
     if not abandoned:

@@ -233,6 +233,9 @@ class Player:
         reward = np.where(begun, 0.0, rng.integers(-3, 4, streams))
         terminated, truncated = (~begun & (rng.random(streams) < self.end) for _ in range(2))
         cut = rng.random(streams) < 0.05
+        exploratory = rng.random(streams) < 0.2
+        if rng.random() < 0.5:
+            exploratory[:] = False
         self.over = terminated | truncated
         last, final = game.seen(), None
         if self.mode == "same_step" and self.over.any():
@@ -250,6 +253,7 @@ class Player:
         self.writer.add(
             reward=reward, next_obs=as_given(seen), terminated=terminated, truncated=truncated,
             cut=cut if rng.random() < 0.5 or cut.any() else None, final_obs=final,
+            exploratory=exploratory if exploratory.any() else None,
             priority=-priority if self.given else None, **steps,
         )  # fmt: skip
         for i, twin in enumerate(self.twins):
@@ -259,7 +263,7 @@ class Player:
             step = {name: array[i] for name, array in steps.items()}, priority[i]
             twin.add(
                 step, reward[i], self._row(i, last), bool(terminated[i] or cut[i]),
-                bool(self.over[i]), 0.0, 0.0,
+                bool(self.over[i]), 0.0, 0.0, exploratory=exploratory[i],
             )  # fmt: skip
             if self.over[i] and self.mode == "same_step":
                 twin.begin(self._row(i, seen))

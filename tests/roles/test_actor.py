@@ -55,6 +55,39 @@ def test_initial_priorities_are_td_errors_of_the_actors_values(stack: int) -> No
     assert rated > 100
 
 
+@pytest.mark.parametrize("stack", [1, 3])
+def test_returns_end_before_an_exploratory_action_if_they_are_cut_there(stack: int) -> None:
+    judge = Judge(stack)
+    one = system(stack, judge, cut_exploratory=True, n_step=4)
+    one.goes_on(batches=0, chunks=12)
+    schema, store, cut = one.plan.replay.schema, one.replay.store, 0
+    for slot in one.replay.ledger.live:
+        obs_at, frames = store.column(slot, "obs_frames"), store.column(slot, "obs")
+        for row in range(int(store.header_rows[slot, COUNT])):
+            picture = frames[obs_at[row, -1]]
+            stream, life, episode, t = moment_of(stack, picture[None] if stack > 1 else picture)
+            played = game(stream, life, episode)
+            _, usual, then = played.transition(t, schema.n_step, schema.gamma)
+            steps = 1
+            while t + steps < then and _is_greedy(judge, one, (stream, life, episode, t + steps)):
+                steps += 1
+            discount = usual if t + steps == then else schema.gamma**steps
+            total = sum(schema.gamma**k * played.rewards[t + k] for k in range(steps))
+            now, after = (_newest(stack, (stream, life, episode, at)) for at in (t, t + steps))
+            taken = one.played[stream, life, episode, t]
+            wanted = abs(total + discount * judge.q(after).max() - judge.q(now)[taken])
+            assert store.column(slot, "discount")[row] == pytest.approx(discount)
+            assert store.column(slot, "reward")[row] == pytest.approx(total, abs=1e-4)
+            assert store.column(slot, "priority")[row] == pytest.approx(wanted, abs=1e-4)
+            cut += t + steps < then
+    assert cut > 100
+
+
+def _is_greedy(judge: Judge, one: System, moment: tuple[int, int, int, int]) -> bool:
+    q = judge.q(_newest(judge._stack, moment))
+    return bool(q[one.played[moment]] == q.max())
+
+
 def test_without_actor_priorities_new_transitions_get_the_same() -> None:
     one = system(initial_priority="max")
     one.goes_on(batches=0, chunks=12)

@@ -318,6 +318,7 @@ class System:
             first_stream=first,
             reward_clip=self.config.env.reward_clip,
             priorities=self.config.replay.initial_priority == "actor",
+            cut_exploratory=self.config.replay.cut_exploratory,
             rng=np.random.default_rng(life),
             may_step=may_step(self.run, self.host),
             clock_ns=self.clock.now_ns,

@@ -110,18 +110,25 @@ class NaiveNStep:
         self.obs = None
 
     def begin(self, obs):
-        self.steps, self.obs = [], obs
+        self.steps, self.obs, self.next_value = [], obs, 0.0
 
-    def add(self, step, reward, next_obs, cut, end, value, next_value, given=None):
+    def add(
+        self, step, reward, next_obs, cut, end, value, next_value, given=None, exploratory=False
+    ):
+        while self.steps and exploratory:
+            self._emit(self.obs, False, self.next_value)
         self.steps.append((self.obs, step, reward, value, given))
         while self.steps and (cut or end or len(self.steps) == self.n):
-            total = sum(self.gamma**k * s[2] for k, s in enumerate(self.steps))
-            discount = 0.0 if cut else self.gamma ** len(self.steps)
-            obs, first, _, first_value, priority = self.steps.pop(0)
-            if priority is None:
-                priority = abs(total + discount * next_value - first_value)
-            self.transitions.append((obs, first, total, discount, next_obs, priority))
-        self.obs = next_obs
+            self._emit(next_obs, cut, next_value)
+        self.obs, self.next_value = next_obs, next_value
+
+    def _emit(self, next_obs, cut, next_value):
+        total = sum(self.gamma**k * s[2] for k, s in enumerate(self.steps))
+        discount = 0.0 if cut else self.gamma ** len(self.steps)
+        obs, first, _, first_value, priority = self.steps.pop(0)
+        if priority is None:
+            priority = abs(total + discount * next_value - first_value)
+        self.transitions.append((obs, first, total, discount, next_obs, priority))
 
 
 class NaiveRing:

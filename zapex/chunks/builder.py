@@ -7,7 +7,9 @@ step t
 
 where m = n_step; m is smaller at the end of an episode (Sutton & Barto, eq. 7.1; Ape-X, eq. 2).
 A truncated episode bootstraps from its last observation. A lost life is a cut: the return ends
-there, and the episode continues.
+there, and the episode continues. A return may also end, with a bootstrap, before an exploratory
+action (Watkins 1989; Sutton & Barto, section 12.10): no other action than the first of a return is
+then worse than the policy that is learned.
 
 The builder commits one slot before it opens the next. It keeps the frames that both chunks need in
 private memory. If there is no free slot, it stops before the stream that needs one. The next call
@@ -61,7 +63,7 @@ BUILDER = writer_words(
     "sequence spares slotless closed completed ended "
     # The starts of the parts: arrays of words, then of bytes.
     "streams pending_frames pending_numbers gammas spare_slots closed_slots "
-    "completed_indices completed_magnitudes "
+    "completed_indices completed_magnitudes next_values "
     "staged pending_records overlaps"
 )
 _STREAM_STATE = words(
@@ -291,6 +293,7 @@ def add_kernel(
     terminated: Any,
     truncated: Any,
     cut: Any,
+    exploratory: Any,
     s_t: Any,
     r_t: Any,
     values: Any,
@@ -320,35 +323,42 @@ def add_kernel(
             _prefetch(i + 1, s_t, w, state, mem)
         over = terminated[i] or truncated[i]
         no_bootstrap = terminated[i] or (len(cut) > 0 and cut[i])
-        steps = stream.pending + 1
+        ended: Any = stream.pending if len(exploratory) > 0 and exploratory[i] else 0
+        steps = stream.pending - ended + 1
         done: Any = steps if over or no_bootstrap else np.int64(steps == w.n_step)
-        if not _room(i, 1, done, w, stream, state, mem):
+        if not _room(i, 1, ended + done, w, stream, state, mem):
             return i
-        step = stream.pending_numbers + stream.pending * STEP_NUMBERS
-        reals[step + REWARD] = r_t[i]
-        reals[step + VALUE] = values[0, i] if values.shape[1] else np.nan
-        reals[step + PRIORITY] = priority[i] if len(priority) else np.nan
-        _take(i, s_t, w, stream, state, private, mem)
         body = w.bodies + stream.slot * w.body_bytes
-        for q in range(done):
-            m, step = steps - q, stream.pending_numbers + q * STEP_NUMBERS
-            g = _n_step_return(step, m, w.gammas, reals)
-            discount = 0.0 if no_bootstrap else reals[w.gammas + m]
-            magnitude = reals[step + PRIORITY]
-            if np.isnan(magnitude) and values.shape[1]:
-                bootstrap = discount * values[1, i] if discount != 0.0 else 0.0
-                magnitude = g + bootstrap - reals[step + VALUE]
-            magnitude = np.float64(NOT_GIVEN) if np.isnan(magnitude) else abs(magnitude)
-            _emit(q, m, w, stream, state, private, mem, mem16)
-            put_numbers(w, mem32, body, stream.rows, g, discount, magnitude)
-            reals[w.completed_magnitudes + w.completed] = magnitude
-            w.completed += 1
-            # STEP row-written
-            stream.rows += 1
-        # SYNC row-counted: the row is whole -> the owner's look for new rows (ledger.py)
+        for with_step in range(np.int64(ended == 0), 2):  # first the returns that end before it
+            count, bootstraps = ended, True
+            if with_step:
+                count, bootstraps = done, not no_bootstrap
+                step = stream.pending_numbers + stream.pending * STEP_NUMBERS
+                reals[step + REWARD] = r_t[i]
+                reals[step + VALUE] = values[0, i] if values.shape[1] else np.nan
+                reals[step + PRIORITY] = priority[i] if len(priority) else np.nan
+                if values.shape[1]:
+                    reals[w.next_values + i] = values[1, i]
+                _take(i, s_t, w, stream, state, private, mem)
+            for q in range(count):
+                m, step = stream.pending - q, stream.pending_numbers + q * STEP_NUMBERS
+                g = _n_step_return(step, m, w.gammas, reals)
+                discount = reals[w.gammas + m] if bootstraps else 0.0
+                magnitude = reals[step + PRIORITY]
+                if np.isnan(magnitude) and values.shape[1]:
+                    bootstrap = discount * reals[w.next_values + i] if discount != 0.0 else 0.0
+                    magnitude = g + bootstrap - reals[step + VALUE]
+                magnitude = np.float64(NOT_GIVEN) if np.isnan(magnitude) else abs(magnitude)
+                _emit(q, m, w, stream, state, private, mem, mem16)
+                put_numbers(w, mem32, body, stream.rows, g, discount, magnitude)
+                reals[w.completed_magnitudes + w.completed] = magnitude
+                w.completed += 1
+                # STEP row-written
+                stream.rows += 1
+            if count:
+                _shift(count, w, stream, state, reals, private)
+        # SYNC row-counted: the rows are whole -> the owner's look for new rows (ledger.py)
         store_release(headers, stream.slot * HEADER_WORDS + COUNT, stream.rows)
-        if done:
-            _shift(done, w, stream, state, reals, private)
         if over:
             stream.in_episode = 0
             w.ended += 1
@@ -458,6 +468,7 @@ class ChunkBuilder:
             "closed_slots": np.zeros(4 * s, np.int64),
             "completed_indices": np.zeros(s * n, np.int64),
             "completed_magnitudes": np.zeros(s * n),
+            "next_values": np.zeros(s),  # max Q(s_t)
             "staged": np.zeros(s * step_bytes, np.uint8),
             "pending_records": np.zeros(s * n * step_bytes, np.uint8),
             "overlaps": np.zeros(s * overlap_bytes, np.uint8),
@@ -516,6 +527,7 @@ class ChunkBuilder:
         truncated: NDArray[np.bool_],
         *,
         cut: NDArray[np.bool_] | None = None,
+        exploratory: NDArray[np.bool_] | None = None,
         values: NDArray[np.float64] | None = None,
         priority: NDArray[np.float64] | None = None,
     ) -> int:
@@ -529,6 +541,7 @@ class ChunkBuilder:
             terminated: (S,) the episode is over, without a bootstrap.
             truncated: (S,) the episode is over, with a bootstrap from its last observation.
             cut: (S,) no bootstrap after this step, but the episode continues: a life is lost.
+            exploratory: (S,) the returns of earlier steps end before this one, with a bootstrap.
             values: (2, S), Q(s_tm1, a_tm1) and max Q(s_t) from the actor's own forward pass, NaN:
                 not known. Without `priority` they give the transition's: |G + discount max Q(s_t) -
                 Q(s_tm1, a_tm1)| (Horgan et al. 2018).
@@ -546,6 +559,7 @@ class ChunkBuilder:
             terminated,
             truncated,
             _NO_FLAGS if cut is None else cut,
+            _NO_FLAGS if exploratory is None else exploratory,
             flat_observations(self.schema, next_obs),
             reward,
             _NO_VALUES if values is None else values,

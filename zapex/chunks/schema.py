@@ -22,7 +22,7 @@ RESERVED = {
     *("reward", "discount", "priority", "next_obs", "weights", "keys", "indices"),
     *("frames", "obs_frames", "next_obs_frames"),
     # arguments of `add` and `extend`
-    *("self", "terminated", "truncated", "cut", "priorities", "final_obs"),
+    *("self", "terminated", "truncated", "cut", "exploratory", "priorities", "final_obs"),
 }
 # Most frames in a stack, least pixels of an image side, colours of RGB.
 _FEW, _SIDE, _COLOURS = 16, 32, 3

@@ -73,6 +73,7 @@ class Settings(TypedDict, total=False):
     priority_eps: float
     n_step: Count
     gamma: float
+    cut_exploratory: bool
     learning_starts: Count
     samples_per_insert: float
     samples_per_insert_tolerance: Count

@@ -106,6 +106,9 @@ class ReplayConfig(SettingsGroup):
     """Steps whose rewards are summed before bootstrapping."""
     gamma: float = setting(0.99, low=0.0, high=1.0)
     """Discount per step."""
+    cut_exploratory: bool = False
+    """End an n-step return before an action that is not the greedy one, with a bootstrap from the
+    state there (Watkins 1989)."""
     learning_starts: int = setting(50_000, low=1)
     """Transitions in the replay before learning starts."""
     samples_per_insert: float = setting(0.0, low=0.0, replays=True)

@@ -115,6 +115,7 @@ class Writer:
         terminated: ArrayLike,
         truncated: ArrayLike,
         cut: ArrayLike | None = None,
+        exploratory: ArrayLike | None = None,
         priority: ArrayLike | None = None,
         final_obs: Any = None,
         **extras: ArrayLike,
@@ -132,6 +133,9 @@ class Writer:
             cut: (S,) bool, the return ends here without a bootstrap, but the episode continues, as
                 after a lost life. Don't report these steps as terminated: then the next one would
                 be taken for a reset, and skipped.
+            exploratory: (S,) bool, the action is not the greedy one: n-step returns that began
+                before end at the state where it was taken, with a bootstrap from there (Watkins
+                1989; Sutton and Barto 2018, section 12.10). None: returns span such actions.
             priority: (S,) TD errors of the transitions that start with this step; the sign is
                 ignored. None gives them the largest recent priority, as in `extend`.
             final_obs: `info["final_obs"]` with autoreset="same_step": the last observation of each
@@ -152,6 +156,7 @@ class Writer:
         truncations = column(truncated, BOOL, shape, "truncated")
         rewards = column(reward, FLOAT64, shape, "reward")
         cuts = None if cut is None else column(cut, BOOL, shape, "cut")
+        explored = None if exploratory is None else column(exploratory, BOOL, shape, "exploratory")
         given = None if priority is None else magnitudes(priority, streams)
         with replay.lock:
             self._demand_open()
@@ -164,7 +169,15 @@ class Writer:
                 builder.provide([replay.open_slot() for _ in range(builder.wanted)])
             self._noted = 0
             self._write(
-                lambda: builder.add(last, rewards, terminals, truncations, cut=cuts, priority=given)
+                lambda: builder.add(
+                    last,
+                    rewards,
+                    terminals,
+                    truncations,
+                    cut=cuts,
+                    exploratory=explored,
+                    priority=given,
+                )
             )
             self._any_idle = builder.ended > 0
             if self._any_idle and self.autoreset == "same_step":

@@ -33,6 +33,7 @@ class Actor:
         priorities: whether it gives any.
         rng: chooses actions.
         anneal: the epsilon of all streams after so many steps of this actor, instead of `epsilons`.
+        cut_exploratory: end n-step returns before an action that is not the greedy one.
         may_step: asked before each step; once it is false the actor waits for its end.
         clock_ns: the time at an episode's end.
     """
@@ -52,6 +53,7 @@ class Actor:
         priorities: bool,
         rng: np.random.Generator,
         anneal: Callable[[float], float] | None = None,
+        cut_exploratory: bool = False,
         may_step: Callable[[], bool] = lambda: True,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -60,6 +62,7 @@ class Actor:
         self._report, self._epsilons, self._first_stream = report, epsilons, first_stream
         self._reward_clip = reward_clip
         self._priorities, self._rng, self._clock_ns = priorities, rng, clock_ns
+        self._cut_exploratory = cut_exploratory
         self._anneal, self._may_step = anneal, may_step
         self._version = 0
         self._awaits: Literal["", "values", "slots", "end"] = ""
@@ -131,11 +134,13 @@ class Actor:
     ) -> Generator[int, None, bool]:
         """Store a step. q, next_q: values before and after it. Returns whether it waited."""
         self._metrics.enter("push")
-        values = None
+        values = explored = None
         if self._priorities:
             values = np.empty((2, len(actions)))
             values[0] = q[np.arange(len(actions)), actions]
             values[1] = next_q.max(axis=1)
+        if self._cut_exploratory:
+            explored = q[np.arange(len(actions)), actions] < q.max(axis=1)
         self._count(step)
         builder, obs = self._builder, {"obs": step.obs}
         reward = step.reward.astype(np.float64)
@@ -144,7 +149,13 @@ class Actor:
         builder.staged["action"] = actions
         waited = yield from self._store(
             lambda: builder.add(
-                obs, reward, step.terminated, step.truncated, cut=step.life_lost, values=values
+                obs,
+                reward,
+                step.terminated,
+                step.truncated,
+                cut=step.life_lost,
+                exploratory=explored,
+                values=values,
             )
         )
         if step.started.any():

@@ -294,6 +294,7 @@ def make_actor(start: Start) -> Actor:
         priorities=config.replay.initial_priority == "actor",
         rng=np.random.default_rng(actions),
         anneal=_anneal(run) if config.actor.exploration == "linear" else None,
+        cut_exploratory=config.replay.cut_exploratory,
         may_step=may_step(run, host),
         clock_ns=start.clock.now_ns,
     )
