@@ -39,7 +39,8 @@ HEADER_WORDS = 16
     COUNT,
     STREAM,
     HOST,  # the actor's host, if the chunk came over a network
-) = range(10)
+    AGE_WEIGHT,  # with recency, a factor of its leaves: the bits of a float64 below 1
+) = range(11)
 # The states of a slot, in this order. In each state a slot has one owner.
 FREE, GRANTED, COMMITTED, LIVE, EVICTED = range(5)
 

@@ -71,6 +71,8 @@ class Settings(TypedDict, total=False):
     beta: float
     initial_priority: Literal["actor", "max"]
     priority_eps: float
+    priority_floor: float
+    recency: float
     n_step: Count
     gamma: float
     cut_exploratory: bool

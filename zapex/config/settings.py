@@ -102,6 +102,12 @@ class ReplayConfig(SettingsGroup):
     largest recent one."""
     priority_eps: float = setting(1e-6, above=0.0)
     """Added to each |priority|, so that every transition can be drawn."""
+    priority_floor: float = setting(0.0, low=0.0)
+    """A |priority| below this counts as this much. 1 with --loss huber --beta 0: LAP (Fujimoto et
+    al. 2020)."""
+    recency: float = setting(0.0, low=0.0, high=40.0)
+    """How much rarer the oldest transition is drawn than a new one of equal priority: exp(recency)
+    times, in between geometrically (arXiv 2605.10236); 0: equally often."""
     n_step: int = setting(3, low=1, high=64)
     """Steps whose rewards are summed before bootstrapping."""
     gamma: float = setting(0.99, low=0.0, high=1.0)

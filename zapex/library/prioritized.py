@@ -76,8 +76,13 @@ class OwnedReplay(ReplayCore):
         samples_per_insert: float = 0.0,
         tolerance: int = 0,
         timeout_s: float = 0.0,
+        floor: float = 0.0,
+        recency: float = 0.0,
     ) -> None:
-        super().__init__(layout, alpha, eps, seed, min_size_to_sample, shard, buffer)
+        super().__init__(
+            layout, alpha, eps, seed, min_size_to_sample, shard, buffer,
+            floor=floor, recency=recency,
+        )  # fmt: skip
         self.timeout_s = timeout_s
         self.samples_per_insert, self.tolerance = samples_per_insert, tolerance
         self._limiter: RateLimiter | None = None
@@ -126,7 +131,7 @@ class OwnedReplay(ReplayCore):
                 "chunk": self.layout.chunk,
                 "effective_capacity": effective,
                 **{name: getattr(self, name) for name in self._COUNTERS},
-                "total_priority": self.tree.total,
+                "total_priority": self.total,
                 "bytes": self.layout.nbytes,
                 **{f"slots_{name}": count for name, count in counts.items()},
             }
@@ -359,6 +364,12 @@ class PrioritizedReplay(ReplayInterface):
             (|priority| + eps)^alpha. 0 draws uniformly.
         eps: added to each |priority|, so that every transition can be drawn.
         seed: of the draws; None: different each time.
+        floor: a |priority| + eps below it counts as this much. With floor=1 and the Huber loss
+            without weights (beta=0), this is LAP (Fujimoto et al. 2020, arXiv 2007.06049).
+        recency: of transitions with equal priorities, one is drawn exp(-recency age / capacity)
+            times as often as a new one, where its age is how many transitions came after it, by
+            chunks: the truncated geometric distribution of arXiv 2605.10236, times priority. 0 to
+            40; 0: age does not count. Importance weights correct for it as for priorities.
         streams: about how many environments will write; more streams need shorter chunks.
         chunk: transitions per chunk; 0: chosen automatically.
         min_size_to_sample: `sample` raises NotEnoughData with fewer transitions.
@@ -386,6 +397,8 @@ class PrioritizedReplay(ReplayInterface):
         eps: float = 1e-6,
         seed: int | None = None,
         *,
+        floor: float = 0.0,
+        recency: float = 0.0,
         streams: int = 8,
         chunk: int = 0,
         min_size_to_sample: int = 1,
@@ -414,6 +427,8 @@ class PrioritizedReplay(ReplayInterface):
             samples_per_insert=samples_per_insert,
             tolerance=whole(tolerance, "tolerance"),
             timeout_s=timeout_s,
+            floor=floor,
+            recency=recency,
         )
         if layout.capacity < 2 * layout.chunk:
             raise ConfigError(
@@ -531,7 +546,7 @@ class PrioritizedReplay(ReplayInterface):
 
 
 # The settings of a replay, besides its schema.
-_FRACTIONS = frozenset({"alpha", "eps", "samples_per_insert", "timeout_s"})
+_FRACTIONS = frozenset({"alpha", "eps", "floor", "recency", "samples_per_insert", "timeout_s"})
 _COUNTS = frozenset({"capacity", "streams", "chunk", "min_size_to_sample", "tolerance", "shard"})
 
 
@@ -541,7 +556,7 @@ def load(
     """Make a replay with a snapshot's settings, and fill it. Raises CheckpointError."""
     manifest = read_manifest(path)
     try:
-        facts = dict(manifest["replay"])
+        facts = {"floor": 0.0, "recency": 0.0, **manifest["replay"]}  # older ones have neither
         facts["schema"] = Schema.from_description(facts["schema"])
         for name in _FRACTIONS | _COUNTS:
             if type(facts[name]) not in ((int, float) if name in _FRACTIONS else (int,)):

@@ -64,6 +64,11 @@ class LibraryConfig(SettingsGroup):
     """How much priorities matter."""
     eps: float = setting(1e-6, low=0.0)
     """Added to each |priority|."""
+    floor: float = setting(0.0, low=0.0)
+    """A |priority| below this counts as this much."""
+    recency: float = setting(0.0, low=0.0, high=40.0)
+    """How much rarer the oldest transition is drawn than a new one of equal priority: exp(recency)
+    times; 0: equally often."""
     seed: int = setting(0, low=0, high=2**63 - 1)
     """Seed of the draws."""
     writers: int = setting(16, low=1, high=4096)
@@ -291,8 +296,7 @@ class LibraryServer:
             a, b = replay.reprioritise(call.keys.copy(), call.priorities.copy())
         else:  # keys of a former memory
             b = int((call.keys != NO_KEY).sum())
-        tree = replay.tree
-        return a, b, PRESENT.pack(tree.total, len(replay), tree.min_positive)
+        return a, b, PRESENT.pack(replay.total, len(replay), replay.smallest)
 
     def _keys(self, actor: int, sequence: int) -> NDArray[np.int64]:
         """The keys of a chunk's transitions while it is in the memory; after that none."""
@@ -334,6 +338,8 @@ def make_server(
         config.seed,
         config.min_size_to_sample,
         buffer=memory[: layout.nbytes],
+        floor=config.floor,
+        recency=config.recency,
     )
     if len(replay):  # it must not repeat the draws of a former incarnation
         replay.rng = np.random.default_rng([config.seed, incarnation])

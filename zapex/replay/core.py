@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.layout import COMMITTED, ChunkLayout, chunk_length, slots_needed
+from zapex.chunks.layout import (
+    AGE_WEIGHT,
+    COMMITTED,
+    COUNT,
+    LIVE,
+    STATE,
+    ChunkLayout,
+    chunk_length,
+    slots_needed,
+)
 from zapex.chunks.ledger import SlotLedger
 from zapex.chunks.schema import Schema
 from zapex.chunks.store import ChunkStore
@@ -19,12 +28,16 @@ from zapex.machine.memory import align
 from zapex.machine.segment import private_bytes
 from zapex.replay.draw import METHODS, Draw, draw_kernel
 from zapex.replay.priorities import (
+    LEAST_WEIGHT,
+    MOST_RECENCY,
     NOT_A_KEY,
     REFUSED,
     RecentLargest,
+    fade_kernel,
     forget_kernel,
     prioritise_kernel,
     reprioritise_kernel,
+    weigh_ages_kernel,
 )
 from zapex.sumtree_numba import Method, SumTree
 
@@ -80,7 +93,7 @@ class ReplayCore:
     Thread-safe. PrioritizedReplay describes the arguments.
     """
 
-    _SETTINGS: tuple[str, ...] = ("alpha", "eps", "shard", "min_size_to_sample")
+    _SETTINGS: tuple[str, ...] = ("alpha", "eps", "floor", "recency", "shard", "min_size_to_sample")
     _COUNTERS = ("inserted", "sampled", "updates_applied", "updates_stale")
 
     def __init__(
@@ -92,11 +105,17 @@ class ReplayCore:
         min_size_to_sample: int = 1,
         shard: int = 0,
         buffer: NDArray[np.uint8] | None = None,
+        *,
+        floor: float = 0.0,
+        recency: float = 0.0,
     ) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise ConfigError(f"alpha must be in 0..1, got {alpha}")
-        if not (eps >= 0.0 and np.isfinite(eps)):
-            raise ConfigError(f"eps must be finite and not negative, got {eps}")
+        for name, value in {"eps": eps, "floor": floor}.items():
+            if not (value >= 0.0 and np.isfinite(value)):
+                raise ConfigError(f"{name} must be finite and not negative, got {value}")
+        if not 0.0 <= recency <= MOST_RECENCY:
+            raise ConfigError(f"recency must be in 0..{MOST_RECENCY:g}, got {recency}")
         if not 1 <= min_size_to_sample <= layout.capacity:
             raise ConfigError(
                 f"min_size_to_sample must be 1 to the capacity of {layout.capacity}, "
@@ -113,6 +132,7 @@ class ReplayCore:
         self.tree = SumTree.attach(self.store.num_indices, tree_buffer.data)
         self.ledger = SlotLedger(self.store)
         self.alpha, self.eps, self.shard = float(alpha), float(eps), shard
+        self.floor, self.recency = float(floor), float(recency)
         self.min_size_to_sample = min_size_to_sample
         self.rng = np.random.default_rng(seed)
         self.inserted = self.sampled = self.updates_applied = self.updates_stale = 0
@@ -121,9 +141,37 @@ class ReplayCore:
         # Gets the warning about a capacity that is not reached, once.
         self.warn: Callable[[str], object] = warnings.warn
         self._may_warn = True
-        largest = float(self.tree.leaves.max()) or (1.0 + self.eps) ** self.alpha
+        # The weight of the next transition's age, and its growth with each transition.
+        self._weight, self._growth = LEAST_WEIGHT, float(np.exp(self.recency / layout.capacity))
+        largest = self._find_ages() or max(1.0 + self.eps, self.floor) ** self.alpha
         self._recent: RecentLargest = largest, 0.0, 0
         self._slots = self.store.headers, layout.chunk, shard  # for keys of indices
+
+    def _find_ages(self) -> float:
+        """Continue the ages' weights in the memory. Returns its largest leaf without them, or 0."""
+        leaves = self.tree.leaves
+        if self.recency:
+            rows = self.store.header_rows
+            held = (rows[:, STATE] == LIVE) & (rows[:, COUNT] > 0)
+            weights = rows[held, AGE_WEIGHT].view(np.float64)
+            leaves = leaves.reshape(len(rows), -1)[held] / weights[:, None]
+            after = weights * self._growth ** rows[held, COUNT]
+            self._weight = float(after.max(initial=LEAST_WEIGHT))
+        return float(leaves.max(initial=0.0))
+
+    @property
+    def total(self) -> float:
+        """The sum of all leaves; with recency, a new transition's is its priority's."""
+        return self.tree.total * self._scale
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive leaf, as for `total`; inf if there is none."""
+        return self.tree.min_positive * self._scale
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self._weight if self.recency else 1.0
 
     def facts(self) -> dict[str, Any]:
         """The JSON values in a snapshot, besides the memory and the random state."""
@@ -134,6 +182,7 @@ class ReplayCore:
             "largest_leaf": self._recent[0],
             "largest_since": self._recent[1],
             "rows_since": self._recent[2],
+            "age_weight": self._weight,
             "counters": {name: getattr(self, name) for name in self._COUNTERS},
         }
 
@@ -142,11 +191,13 @@ class ReplayCore:
         self.tree.update(np.arange(self.tree.capacity), leaves)
         self.ledger = SlotLedger(self.store)
         largest, since = float(facts["largest_leaf"]), float(facts.get("largest_since", 0.0))
-        if not (0.0 < largest < np.inf and 0.0 <= since < np.inf):
+        weight = float(facts.get("age_weight", LEAST_WEIGHT))
+        if not (0.0 < largest < np.inf and 0.0 <= since < np.inf and 0.0 < weight <= 1.0):
             raise InvalidPriority(
-                f"the largest leaves must be positive and finite, got {largest} and {since}"
+                f"the largest leaves must be positive and finite, got {largest} and {since}, and "
+                f"the weight of an age in 0..1, got {weight}"
             )
-        self._recent = largest, since, int(facts.get("rows_since", 0))
+        self._recent, self._weight = (largest, since, int(facts.get("rows_since", 0))), weight
         for name in self._COUNTERS:
             setattr(self, name, int(facts["counters"][name]))
 
@@ -172,15 +223,29 @@ class ReplayCore:
 
     def _set_leaves(self, indices: NDArray[np.int64], magnitudes: NDArray[np.float64]) -> None:
         """Set leaves of new transitions; without a |priority| (< 0) the largest recent leaf."""
+        if self.recency:
+            self._fade(len(indices))
         self._recent = prioritise_kernel(
             indices,
             magnitudes,
             self.alpha,
             self.eps,
+            self.floor,
             self.layout.capacity,
             self._recent,
             self.tree.arrays,
         )
+        if self.recency:
+            self._weight = weigh_ages_kernel(
+                indices, self._growth, self._weight, self._slots, self.tree.arrays
+            )
+
+    def _fade(self, rows: int) -> None:
+        """Make all weights of ages smaller if they would reach 1 with so many transitions."""
+        if self._weight * self._growth**rows >= 1.0:
+            scale = 2.0 ** round(np.log2(LEAST_WEIGHT / self._weight))
+            fade_kernel(scale, self.store.headers, self.tree.arrays)
+            self._weight *= scale
 
     def make_room(self, issued: int = 0) -> None:
         """Evict the oldest chunks (FIFO) until the capacity is not exceeded."""
@@ -251,8 +316,10 @@ class ReplayCore:
                     f"{batch_size} different transitions were asked for, only {drawn} have a "
                     "priority > 0"
                 )
-            smallest = tree.min_positive if with_smallest else 0.0
-            return Draw(keys, indices, leaves, total, size, smallest)
+            if self.recency:
+                leaves *= self._scale
+                total = self.total
+            return Draw(keys, indices, leaves, total, size, self.smallest if with_smallest else 0.0)
 
     def demand(self, transitions: int) -> int:
         """How many transitions there are. Raises NotEnoughData if they are fewer."""
@@ -275,7 +342,14 @@ class ReplayCore:
         """
         with self.lock:
             applied, stale, largest = reprioritise_kernel(
-                keys, priorities, self.alpha, self.eps, self._slots, self.tree.arrays
+                keys,
+                priorities,
+                self.alpha,
+                self.eps,
+                self.floor,
+                self.recency > 0.0,
+                self._slots,
+                self.tree.arrays,
             )
             if applied == REFUSED:
                 raise InvalidPriority(

@@ -229,7 +229,12 @@ def _restored(replay: ReplayCore, folder: Path, about: dict[str, Any]) -> Saves:
 def _settings(facts: dict[str, Any]) -> dict[str, Any]:
     """What a replay says of itself, by the names of the run's settings."""
     named = {"alpha": "alpha", "priority_eps": "eps", "transitions of a chunk": "chunk"}
-    return {**facts["schema"], **{ours: facts[theirs] for ours, theirs in named.items()}}
+    newer = {"priority_floor": "floor", "recency": "recency"}  # 0 before there were any
+    return {
+        **facts["schema"],
+        **{ours: facts[theirs] for ours, theirs in named.items()},
+        **{ours: facts.get(theirs, 0.0) for ours, theirs in newer.items()},
+    }
 
 
 class SaveDeadline:

@@ -210,7 +210,15 @@ def make_core(run: Run, host: HostMemory) -> ReplayCore:
     """Make the replay over what the memory holds."""
     config, layout = run.config.replay, host.plan.replay
     seed = int(run.seed(NOT_ACTORS).generate_state(1)[0])
-    return ReplayCore(layout, config.alpha, config.priority_eps, seed, buffer=host.experience)
+    return ReplayCore(
+        layout,
+        config.alpha,
+        config.priority_eps,
+        seed,
+        buffer=host.experience,
+        floor=config.priority_floor,
+        recency=config.recency,
+    )
 
 
 def make_memory(start: Start) -> tuple[ReplayCore, Keeper]:
