@@ -57,7 +57,8 @@ class _SlotMemory:
         # By slot, the array of its body. Every buffer that `_part` gives keeps it alive. A plain
         # dictionary, as a WeakValueDictionary is slow to ask; what has ended leaves it.
         self._used: dict[int, ref[NDArray[np.uint8]]] = {}
-        self._slots: dict[int, int] = {}  # by the id of such an array, its slot
+        # By the id of such an array, its slot. While it exists, no other object has its id.
+        self._slots: dict[int, int] = {}
         self._peers: dict[int, bytes] = {}
 
     def unused(self, slots: Iterable[int]) -> list[int]:
@@ -84,14 +85,10 @@ class _SlotMemory:
     def continue_with(self, parts: Sequence[Buffer], nbytes: int) -> Buffer | None:
         """Memory for the next column, in the slot of these parts; None: they are in no slot."""
         body = parts[0].obj
-        if self._slot_of(body) is None:
+        if id(body) not in self._slots:
             return None
         assert isinstance(body, np.ndarray)
         return self._part(body, len(parts), nbytes)
-
-    def _slot_of(self, body: object) -> int | None:
-        """The slot whose body this array is. While it exists, no other object has its id."""
-        return self._slots.get(id(body))
 
     def _part(self, body: NDArray[np.uint8], column: int, nbytes: int) -> Buffer | None:
         if column >= len(self._columns):
@@ -101,7 +98,7 @@ class _SlotMemory:
 
     def slot_of(self, part: Buffer, slots: Collection[int]) -> int | None:
         """The slot whose body this is a part of; None: it is none of these slots."""
-        slot = self._slot_of(part.obj)
+        slot = self._slots.get(id(part.obj))
         return slot if slot in slots else None
 
 

@@ -217,22 +217,6 @@ def listen(
         raise ConfigError(f"--listen {url} cannot be used: {error.strerror}") from None
 
 
-def _connection(fd: int) -> socket.socket | None:
-    """A second handle of a connected stream socket; None for anything else."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return None
-        found = socket.socket(fileno=os.dup(fd))
-    except OSError:
-        return None
-    try:
-        found.getpeername()
-    except OSError:
-        found.close()
-        return None
-    return found
-
-
 def _inode(fd: int) -> int:
     """Of an open descriptor; the kernel gives its number again, but not its inode."""
     try:
@@ -320,28 +304,37 @@ class _Connections:
             self._shut(fd)
 
     def _shut(self, fd: int) -> None:
-        connection = _connection(fd)
-        if connection is None:
-            return
-        with connection, suppress(OSError):
-            if self._is_ours(connection):
+        connection = self._handle(fd)
+        if connection is not None:
+            with connection, suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _is_ours(self, connection: socket.socket) -> bool:
-        name = connection.getsockname()
-        return bool((name[1] if isinstance(name, tuple) else name) == self._address)
+    def _handle(self, fd: int) -> socket.socket | None:
+        """A second handle of one of these connections; None for any other descriptor."""
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                return None
+            found = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            return None
+        with suppress(OSError):
+            found.getpeername()  # the listening socket has none
+            name = found.getsockname()
+            if (name[1] if isinstance(name, tuple) else name) == self._address:
+                return found
+        found.close()
+        return None
 
     def held(self) -> list[tuple[int, bytes | int]]:
         """Bytes held for each connection, in and out, and its peer, or else its descriptor."""
         found: list[tuple[int, bytes | int]] = []
-        for name in os.listdir("/proc/self/fd"):
-            connection = _connection(int(name))
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            connection = self._handle(fd)
             if connection is not None:
-                with connection, suppress(OSError):
-                    if self._is_ours(connection):
-                        peer, taken = self._taken.get(int(name), (b"", 0))
-                        nbytes = self._waiting(peer) + _received(connection) - taken
-                        found.append((max(0, nbytes), peer or int(name)))
+                peer, taken = self._taken.get(fd, (b"", 0))
+                with connection:
+                    nbytes = self._waiting(peer) + _received(connection) - taken
+                found.append((max(0, nbytes), peer or fd))
         return found
 
     def _waiting(self, peer: bytes) -> int:

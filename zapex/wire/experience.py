@@ -145,36 +145,18 @@ class PushedChunk(NamedTuple):
     rows_at: int
 
 
+def _records_and_rows_bytes(raw: RawMessage, form: Form) -> int:
+    """Bytes of the last buffer of a push with this header. Raises BadMessage."""
+    _check_schema(raw, form)
+    count = raw.within("value", 1, form.most_pushed)
+    rows = raw.within("rows", count, count * form.layout.chunk)
+    return count * _RECORD.size + rows * _row_table(form.layout)[1]
+
+
 def push_bytes(raw: RawMessage, form: Form) -> list[int]:
     """The most bytes that each buffer of a push with this header may have. Raises BadMessage."""
-    _check_schema(raw, form)
-    layout = form.layout
-    count = raw.within("value", 1, form.most_pushed)
-    rows = raw.within("rows", count, count * layout.chunk)
-    last = count * _RECORD.size + rows * _row_table(layout)[1]
-    return _part_bytes(layout.schema, count * layout.frames, last)
-
-
-def _read_chunks(raw: RawMessage, form: Form) -> tuple[PushedChunk, ...]:
-    """The chunks of a push; their rows refer only to frames that came with them."""
-    layout, last = form.layout, push_bytes(raw, form)[-1]
-    if not raw.body or raw.body[-1].nbytes != last:
-        raise BadMessage(f"a push of {raw.value} chunks and {raw.rows} rows ends in {last} bytes")
-    at, first_frame = raw.value * _RECORD.size, 0
-    row_bytes, pushed = _row_table(layout)[1], []
-    for stream, rows, frames in _RECORD.iter_unpack(raw.body[-1][:at]):
-        if not 1 <= rows <= layout.chunk or not 1 <= frames <= layout.frames or stream < 0:
-            raise BadMessage(
-                f"a chunk has 1 to {layout.chunk} rows and 1 to {layout.frames} frames of a "
-                f"stream from 0 on, got {rows}, {frames} and {stream}"
-            )
-        pushed.append(PushedChunk(stream, rows, frames, first_frame, at))
-        first_frame += frames
-        at += rows * row_bytes
-    _check_lengths(raw, _part_bytes(layout.schema, first_frame, at))
-    for chunk in pushed:
-        _check_frames(raw.body[-1], chunk.rows_at, chunk.rows, chunk.frames, layout.schema)
-    return tuple(pushed)
+    last = _records_and_rows_bytes(raw, form)
+    return _part_bytes(form.schema, raw.value * form.layout.frames, last)
 
 
 @dataclass(frozen=True)
@@ -211,8 +193,24 @@ class Push:
     @classmethod
     def read(cls, raw: RawMessage, form: Form) -> Self:
         actor, more = raw.within("number", 0, MAX_ACTORS - 1), bool(raw.within("frames", 0, 1))
-        chunks = _read_chunks(raw, form)
-        return cls(raw.schema, actor, raw.incarnation, raw.sequence, more, chunks, raw.body)
+        layout, last = form.layout, _records_and_rows_bytes(raw, form)
+        if not raw.body or raw.body[-1].nbytes != last:
+            raise BadMessage(f"a push of {raw.value} chunks, {raw.rows} rows ends in {last} bytes")
+        at, first_frame = raw.value * _RECORD.size, 0
+        row_bytes, chunks = _row_table(layout)[1], []
+        for stream, rows, frames in _RECORD.iter_unpack(raw.body[-1][:at]):
+            if not 1 <= rows <= layout.chunk or not 1 <= frames <= layout.frames or stream < 0:
+                raise BadMessage(
+                    f"a chunk has 1 to {layout.chunk} rows and 1 to {layout.frames} frames of a "
+                    f"stream from 0 on, got {rows}, {frames} and {stream}"
+                )
+            chunks.append(PushedChunk(stream, rows, frames, first_frame, at))
+            first_frame += frames
+            at += rows * row_bytes
+        _check_lengths(raw, _part_bytes(layout.schema, first_frame, at))
+        for chunk in chunks:  # its rows refer only to its frames
+            _check_frames(raw.body[-1], chunk.rows_at, chunk.rows, chunk.frames, layout.schema)
+        return cls(raw.schema, actor, raw.incarnation, raw.sequence, more, tuple(chunks), raw.body)
 
     @classmethod
     def of_chunks(
@@ -301,20 +299,6 @@ def batch_bytes(raw: RawMessage, form: Form) -> list[int]:
     return _part_bytes(schema, frames, batch_rows_bytes(schema, rows))
 
 
-def _check_batch(raw: RawMessage, form: Form) -> None:
-    """Raise BadMessage for a batch with impossible numbers, or rows without their frames."""
-    _check_lengths(raw, batch_bytes(raw, form))
-    rows, last = raw.rows, raw.body[-1]
-    raw.within("number", 0, form.batch_size - rows)  # of its first row in the whole batch
-    dtype = Draw.dtype(rows)
-    _check_frames(last, dtype.itemsize, rows, raw.frames, form.schema)
-    draw = Draw.read(np.frombuffer(last, dtype, 1)[0])
-    if not 0.0 < draw.leaves.min() <= draw.leaves.max() < math.inf:  # false for NaN
-        raise BadMessage("a leaf that was drawn is positive and finite")
-    if not (0.0 < draw.total < math.inf and 0.0 < draw.smallest < math.inf):
-        raise BadMessage("the total and the smallest leaf are positive and finite")
-
-
 @dataclass(frozen=True)
 class BatchMessage:
     """One sampled batch, or a piece of one, each frame once.
@@ -349,17 +333,18 @@ class BatchMessage:
 
     @classmethod
     def read(cls, raw: RawMessage, form: Form) -> Self:
-        _check_batch(raw, form)
-        return cls(
-            raw.schema,
-            raw.value,
-            raw.sequence,
-            raw.incarnation,
-            raw.rows,
-            raw.frames,
-            raw.number,
-            raw.body,
-        )
+        _check_lengths(raw, batch_bytes(raw, form))
+        rows, frames = raw.rows, raw.frames
+        first = raw.within("number", 0, form.batch_size - rows)
+        dtype = Draw.dtype(rows)
+        _check_frames(raw.body[-1], dtype.itemsize, rows, frames, form.schema)
+        draw = Draw.read(np.frombuffer(raw.body[-1], dtype, 1)[0])
+        if not 0.0 < draw.leaves.min() <= draw.leaves.max() < math.inf:  # false for NaN
+            raise BadMessage("a leaf that was drawn is positive and finite")
+        if not (0.0 < draw.total < math.inf and 0.0 < draw.smallest < math.inf):
+            raise BadMessage("the total and the smallest leaf are positive and finite")
+        words = raw.value, raw.sequence, raw.incarnation, rows, frames, first
+        return cls(raw.schema, *words, raw.body)
 
     @property
     def draw(self) -> Draw:
