@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from tests.support import fstack
-from tests.support.zmtp_peers import DEALER, ROUTER, drain, feed
+from tests.support.zmtp_peers import DEALER, drain, feed
 from zapex.errors import PeerError
 from zapex.fstack.listener import HANDSHAKE_S, MESSAGES_PER_PEER, ZmtpListener
 from zapex.fstack.loop import FstackReactor
@@ -39,7 +39,8 @@ class Served:
             self.reactor,
             host,
             port,
-            lambda place: Connection(Null(ROUTER), LIMITS),
+            None,
+            LIMITS,
             large_bytes=1 << 20,
             clock_s=lambda: self.now_s,
         )

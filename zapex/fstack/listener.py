@@ -18,7 +18,7 @@ from zapex.fstack import Setup
 from zapex.fstack.curve import Admit, CurveServer
 from zapex.fstack.loop import FstackReactor, loop_of
 from zapex.fstack.sockets import KernelReactor, Reactor
-from zapex.fstack.zmtp import Buffer, Connection, Limits, Message, Null, Place
+from zapex.fstack.zmtp import Buffer, Connection, Limits, Message, Null
 from zapex.machine.tcp import SEND_BUFFER_BYTES
 
 MESSAGES_PER_PEER = 64  # messages that may wait, in and out, for each peer
@@ -67,15 +67,25 @@ class Keys(NamedTuple):
     admit: Admit
 
 
+def reactor_of(setup: Setup | None) -> Reactor:
+    """The kernel's sockets, or, with `setup`, F-Stack's.
+
+    F-Stack starts in this process, which must have no other, and ends with it. Its packets move
+    only while one of the listener's methods runs, so call one all the time. Raises ConfigError.
+    """
+    return KernelReactor() if setup is None else FstackReactor(loop_of(setup))
+
+
 class ZmtpListener:
     """A Listener (net/sockets.py) over the sockets of a reactor.
 
     Args:
         reactor: closed with the listener.
-        host: an IP address. port: 0 for any.
-        make: the connection of a new peer, which puts bodies where the Place says.
+        host: an IP address.
+        port: 0 for any, on the kernel's sockets.
+        keys: admit only clients whose keys stand for a role; None: admit everyone.
+        limits: for what a peer may send.
         large_bytes: a message of this size or more counts as queued until it was sent.
-        has_keys: whether a peer's key gives its role.
         clock_s: monotonic, in seconds; for tests.
 
     `hang_up` and `held` may be called by any thread. Raises OSError if the address is taken.
@@ -86,13 +96,13 @@ class ZmtpListener:
         reactor: Reactor,
         host: str,
         port: int,
-        make: Callable[[Place], Connection],
+        keys: Keys | None,
+        limits: Limits,
         *,
-        large_bytes: int = 1 << 16,
-        has_keys: bool = False,
+        large_bytes: int,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reactor, self._make = reactor, make
+        self._reactor, self._keys, self._limits = reactor, keys, limits
         try:
             self._listener, port = reactor.listen(host, port, SEND_BUFFER_BYTES)
         except OSError:
@@ -100,7 +110,7 @@ class ZmtpListener:
             raise
         self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self.place: Callable[[bytes, Sequence[Buffer], int], Buffer | None] | None = None
-        self._large_bytes, self._has_keys = large_bytes, has_keys
+        self._large_bytes = large_bytes
         self._clock_s, self._looked_s = clock_s, clock_s()
         self._listening, self._closed = True, False
         self._made = 0
@@ -187,7 +197,7 @@ class ZmtpListener:
 
     def role_of(self, peer_id: bytes, message: Sequence[Buffer]) -> str | None:
         """The role that a peer's key stands for; None if there are no keys."""
-        return self._peers[peer_id].connection.mechanism.user if self._has_keys else None
+        return self._peers[peer_id].connection.mechanism.user
 
     def address_of(self, peer_id: bytes, message: Sequence[Buffer]) -> str:
         """The address of a peer's machine."""
@@ -237,7 +247,9 @@ class ZmtpListener:
                 return
             self._made += 1
             name = self._made.to_bytes(8, "big")
-            connection = self._make(partial(self._placed, name))
+            keys = self._keys
+            mechanism = Null(b"ROUTER") if keys is None else CurveServer(b"ROUTER", *keys)
+            connection = Connection(mechanism, self._limits, partial(self._placed, name))
             peer = _Peer(name, *accepted, connection, began_s=self._clock_s())
             self._by_fd[peer.fd] = self._peers[peer.id] = peer
             self._write(peer)
@@ -330,40 +342,3 @@ class ZmtpListener:
                 del self._peers[peer.id]
                 self._gone.append(peer.id)
         self._leaving = staying
-
-
-def listen(
-    host: str,
-    port: int,
-    keys: Keys | None,
-    limits: Limits,
-    *,
-    large_bytes: int,
-    setup: Setup | None = None,
-) -> ZmtpListener:
-    """A listener on the kernel's sockets, or, with `setup`, on F-Stack's.
-
-    F-Stack starts in this process, which must have no other; and it ends with the process. Its
-    packets move only while one of the listener's methods runs, so call one all the time.
-
-    Args:
-        host: an IP address.
-        port: 0 for any, on the kernel's sockets.
-        keys: admit only clients whose keys stand for a role; None: admit everyone.
-        limits: for what a peer may send.
-        large_bytes: a message of this size or more counts in `queued`.
-        setup: the F-Stack library.
-
-    Raises:
-        OSError: the address cannot be used.
-        ConfigError: F-Stack or PyNaCl cannot be used.
-    """
-
-    def make(place: Place) -> Connection:
-        mechanism = Null(b"ROUTER") if keys is None else CurveServer(b"ROUTER", *keys)
-        return Connection(mechanism, limits, place)
-
-    reactor = KernelReactor() if setup is None else FstackReactor(loop_of(setup))
-    return ZmtpListener(
-        reactor, host, port, make, large_bytes=large_bytes, has_keys=keys is not None
-    )

@@ -190,14 +190,15 @@ def listen(
     security.check(url, "--listen")
     if not url.startswith(("zmtp:", "fstack:")):
         return RouterListener(url, security, largest_buffer_bytes, large_bytes=large_bytes)
-    from zapex.fstack import listener, zmtp
+    from zapex.fstack.listener import Keys, ZmtpListener, reactor_of
+    from zapex.fstack.zmtp import Limits
 
     address, keys = addresses.parse(url, "--listen"), None
     if security.keys is not None:
         from zmq.utils import z85
 
         role_of, own = security.keys.role_of, security.keys
-        keys = listener.Keys(
+        keys = Keys(
             z85.decode(own.public),
             z85.decode(own.secret),
             lambda key: role_of(z85.encode(key).decode()),
@@ -205,13 +206,13 @@ def listen(
     keep_memory()
     open_files_limit()
     try:
-        return listener.listen(
+        return ZmtpListener(
+            reactor_of(fstack if url.startswith("fstack:") else None),
             "0.0.0.0" if address.host == "*" else address.host,
             address.port,
             keys,
-            zmtp.Limits(largest_buffer_bytes, MAX_BUFFERS),
+            Limits(largest_buffer_bytes, MAX_BUFFERS),
             large_bytes=large_bytes,
-            setup=fstack if url.startswith("fstack:") else None,
         )
     except OSError as error:
         raise ConfigError(f"--listen {url} cannot be used: {error.strerror}") from None
