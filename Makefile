@@ -90,6 +90,7 @@ test-slow: $(VENV)/.slow
 $(VENV)/.slow: $(STAMP)
 	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' ray playwright build twine
 	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' --no-deps stable-baselines3
+	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' 'minari[arrow]'
 	@grep -v '^setuptools==' '$(VENV)/constraints.txt' > '$(VENV)/old.txt'; echo 'setuptools<81' >> '$(VENV)/old.txt'
 	@PIP_CONSTRAINT='$(VENV)/old.txt' $(PIP) --quiet visdom  # its setup needs an old setuptools
 	@touch '$@'

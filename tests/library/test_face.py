@@ -23,8 +23,8 @@ SCHEMA = Schema(
 )  # fmt: skip
 PLAIN = Schema({"obs": Column((8,), np.float32), "action": Column((), np.int64)}, n_step=1)
 FOR_USERS = {
-    "can_sample", "close", "core", "empty_batch", "extend", "handle", "links", "load", "sample",
-    "save", "schema", "stats", "update_priorities", "writer",
+    "can_sample", "close", "core", "empty_batch", "extend", "extend_from", "handle", "links",
+    "load", "sample", "save", "schema", "stats", "update_priorities", "writer",
 }  # fmt: skip
 
 

@@ -206,7 +206,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "runs": (runs.runs, "List runs"),
     "watch": (runs.watch, "Watch a run from another terminal"),
     "eval": (play.command, "Evaluate a run's saved network"),
-    "export": (saved.command, "Export a run's network as ONNX"),
+    "export": (saved.command, "Export a run's network as ONNX, or its games to Minari"),
     "plot": (runs.plot, "Compare scores and curves of runs over their seeds"),
     "compare": (runs.compare, "Show the settings in which runs differ"),
     "replay": (partial(hosts.command, "replay"), "Many hosts: keep and serve the experience"),

@@ -63,7 +63,7 @@ class _EvalOptions(SettingsGroup):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """A saved run's settings and environment, once the user trusts it."""
 
     run_dir: Path
@@ -97,14 +97,14 @@ def command(args: list[str]) -> int:
     options = parse(_EvalOptions(), args, "eval", what, "run")
     from zapex.watch.runs import find
 
-    run = _Stored.of(find(options.run), options.env, options.trust, options.device)
+    run = Stored.of(find(options.run), options.env, options.trust, options.device)
     config, spec = run.config, run.spec
     epsilon = config.evaluator.eval_epsilon if options.epsilon is None else options.epsilon
     from zapex.roles import evaluator
     from zapex.run import checkpoints
 
     if not options.render:
-        _draw_without_a_window()
+        draw_without_a_window()
     saved = checkpoints.find(run.run_dir, options.checkpoint)
     with _spectator(options, run) as spectator:
         policy = checkpoints.load_network(checkpoints.load(saved), spec, config.learner)
@@ -135,14 +135,14 @@ def command(args: list[str]) -> int:
     return 0
 
 
-def _draw_without_a_window() -> None:
+def draw_without_a_window() -> None:
     """Let pygame, which draws some screens, do so without a window or sound."""
     for name in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
         os.environ.setdefault(name, "dummy")
 
 
 @contextmanager
-def _spectator(options: _EvalOptions, run: _Stored) -> "Iterator[Spectator | None]":
+def _spectator(options: _EvalOptions, run: Stored) -> "Iterator[Spectator | None]":
     """What shows the episodes, if anything."""
     from zapex.watch.game import TerminalGame, Window
 
@@ -177,12 +177,12 @@ def play_newest(run_dir: Path, env: str, trust: bool) -> None:
         ConfigError: there is no terminal.
         CheckpointError: the run has saved nothing yet.
     """
-    run = _Stored.of(run_dir, env, trust, "cpu")
+    run = Stored.of(run_dir, env, trust, "cpu")
     from zapex.roles import evaluator
     from zapex.run import checkpoints
     from zapex.watch.game import TerminalGame
 
-    _draw_without_a_window()
+    draw_without_a_window()
     evaluation = run.config.evaluator
     hint = "Ctrl-C ends this view; the run continues"
     with TerminalGame(run.spec.env_id, run.aspect, hint=hint) as game:

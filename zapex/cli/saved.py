@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import check_output, parse
 from zapex.cli.resolve import check_trust
-from zapex.config.fields import SettingsGroup
+from zapex.config.fields import SettingsGroup, setting
 from zapex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,6 +103,15 @@ class _ExportOptions(SettingsGroup):
     """Directory of the run, or its name in runs/."""
     onnx: str = ""
     """ONNX file to write; needs pip install "zapex[onnx]"."""
+    minari: str = ""
+    """Directory of Minari datasets: play episodes and add them as one; needs pip install
+    "zapex[minari]"."""
+    episodes: int = setting(10, low=1)
+    """Episodes to play for --minari."""
+    epsilon: float | None = setting(None, low=0.0, high=1.0)
+    """Share of random actions in these; default: the run's --eval-epsilon."""
+    seed: int = setting(1, low=0, high=2**63 - 1)
+    """Random seed of these episodes."""
     checkpoint: str = "best"
     """Checkpoint to export: best, latest, the name of one of the run's, or a file."""
     trust: bool = False
@@ -114,11 +123,18 @@ class _ExportOptions(SettingsGroup):
 
 
 def command(args: list[str]) -> int:
-    """`zapex export RUN --onnx FILE`: the float32 network, checked with onnxruntime."""
-    what = "Export a run's network as ONNX: input obs (B, ...), output q_values (B, actions)."
+    """`zapex export RUN`: the float32 network as ONNX, or episodes of it as a Minari dataset."""
+    what = (
+        "Export a run's network as ONNX (input obs (B, ...), output q_values (B, actions)), or "
+        "episodes that it plays as a Minari dataset."
+    )
     options = parse(_ExportOptions(), args, "export", what, "run")
-    if not options.onnx:
-        raise ConfigError("`zapex export` needs a file: zapex export RUN --onnx policy.onnx")
+    if bool(options.onnx) == bool(options.minari):
+        raise ConfigError(
+            "`zapex export` writes one thing: zapex export RUN --onnx policy.onnx, or --minari DIR"
+        )
+    if options.minari:
+        return _export_episodes(options)
     found = _found(Path(options.run), options.checkpoint)
     network, spec = _network(found, options.trust, "cpu", "float32")
     from zapex.agent.export import export
@@ -127,6 +143,32 @@ def command(args: list[str]) -> int:
     print(f"{spec.env_id}, {spec.observation_dtype} observations (B, {_shape(spec)})")
     print(f"checkpoint {found.path}")
     print(f"written and checked with onnxruntime: {options.onnx}; Q values differ by {off:.1e}")
+    return 0
+
+
+def _export_episodes(options: _ExportOptions) -> int:
+    from zapex.cli.episodes import export
+    from zapex.cli.play import Stored
+    from zapex.run import checkpoints
+    from zapex.watch import runs
+
+    run = Stored.of(runs.find(options.run), "", options.trust, "cpu")
+    saved = checkpoints.find(run.run_dir, options.checkpoint)
+    policy = checkpoints.load_network(checkpoints.load(saved), run.spec, run.config.learner)
+    evaluator = run.config.evaluator
+    name = f"zapex/{run.run_dir.absolute().name}-v0"
+    episodes, steps = export(
+        policy.q_values,
+        run.spec,
+        Path(options.minari),
+        name,
+        episodes=options.episodes,
+        seed=options.seed,
+        epsilon=evaluator.eval_epsilon if options.epsilon is None else options.epsilon,
+        noop_max=evaluator.eval_noop_max,
+    )
+    print(f"checkpoint {saved}")
+    print(f"dataset {name} in {options.minari}: {episodes} episodes, {steps:,} steps")
     return 0
 
 

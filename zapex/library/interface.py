@@ -42,6 +42,7 @@ from zapex.replay.draw import METHODS
 from zapex.sumtree_numba import Method
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from gymnasium.vector import AutoresetMode, VectorEnv
@@ -221,6 +222,32 @@ class ReplayInterface:
             self._tell_of_rows_gone(rows)
         return keys
 
+    def extend_from(self, dataset: Iterable[Any]) -> int:
+        """Store the episodes of a Minari dataset, with n-step returns by the schema.
+
+        Its last transitions of an episode span fewer steps, and bootstrap unless it terminated:
+
+            dataset = minari.load_dataset("D4RL/door/human-v2")
+            schema = Schema.from_spaces(dataset.observation_space, dataset.action_space)
+            replay = PrioritizedReplay(dataset.total_steps, schema)
+            replay.extend_from(dataset)
+
+        Args:
+            dataset: a MinariDataset, or other episodes of T steps with `observations` (T + 1, ...),
+                `actions`, `rewards`, `terminations` and `truncations` (T, ...).
+
+        Returns:
+            How many transitions were stored.
+
+        Raises:
+            SchemaError, ConfigError, ReplayError: as `extend`, at an episode; those before it stay.
+        """
+        rows = 0
+        for episode in dataset:
+            columns = whole_transitions(episode, self.schema.n_step, self.schema.gamma)
+            rows += len(self.extend(**columns))
+        return rows
+
     def _tell_of_rows_gone(self, rows: int) -> None:
         """Warn once that an `extend` of so many rows has evicted some of them."""
         self._told = True
@@ -368,6 +395,36 @@ class ReplayInterface:
     def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:
         """As `update_priorities`, with checked arrays."""
         raise NotImplementedError
+
+
+def whole_transitions(episode: Any, n_step: int, gamma: float) -> dict[str, Any]:
+    """The columns of `extend` for an episode of T steps, as `extend_from` takes it.
+
+    Of step t, with m = min(n_step, T - t): the return r_t + ... + gamma^(m-1) r_(t+m-1), the
+    observation m steps later, and the discount gamma^m; 0 if the episode terminated by then.
+    """
+    rewards = np.asarray(episode.rewards, np.float64)
+    steps = len(rewards)
+    padded = np.append(rewards, np.zeros(n_step - 1))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, n_step)[:steps]
+    after = np.minimum(np.arange(steps) + n_step, steps)
+    discount = gamma ** (after - np.arange(steps))
+    if steps and np.any(episode.terminations):
+        discount[after == steps] = 0.0
+    seen = episode.observations
+    obs, next_obs = (
+        {name: np.asarray(part)[index] for name, part in seen.items()}
+        if isinstance(seen, dict)
+        else np.asarray(seen)[index]
+        for index in (slice(steps), after)
+    )
+    return {
+        "obs": obs,
+        "action": episode.actions,
+        "reward": windows @ gamma ** np.arange(n_step),
+        "next_obs": next_obs,
+        "discount": discount,
+    }
 
 
 def _mode_of(envs: Any, num_envs: int) -> Any:
