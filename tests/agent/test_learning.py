@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.support import naive
-from zapex.agent import networks
+from zapex.agent import losses, networks
 from zapex.agent.architecture import layers, parameter_shapes, state_shapes
 from zapex.agent.learning import DQN, memory_given_back
 from zapex.agent.optimisers import Adam, CentredRMSProp
-from zapex.errors import CheckpointError, ZapexError
+from zapex.errors import CheckpointError, ConfigError, ZapexError
 
 SHAPE = (2, 40, 44)
 
@@ -95,6 +95,68 @@ def test_the_gradient_is_that_of_the_weighted_mean_loss(loss, shape, dtype):
         expected[:first] = (gradients[0].contiguous() / 255).flatten()
     torch.testing.assert_close(learner.gradient, expected, rtol=1e-4, atol=1e-7)
     assert metrics["gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-4)
+
+
+def test_the_quantile_loss_and_its_slopes_are_the_twins():
+    rng = np.random.default_rng(2)
+    predictions, targets = rng.normal(size=(2, 9, 7)) * 2
+    mine = torch.tensor(predictions, dtype=torch.float32, requires_grad=True)
+    rows = losses.quantile_huber(mine, torch.tensor(targets, dtype=torch.float32))
+    (slopes,) = torch.autograd.grad(rows.sum(), mine)
+    for i in range(9):
+        loss, slope = naive.quantile_row(predictions[i].tolist(), targets[i].tolist())
+        assert rows[i].item() == pytest.approx(loss, rel=1e-5)
+        np.testing.assert_allclose(slopes[i].numpy(), slope, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"double": False}, {"munchausen": True}])
+@pytest.mark.parametrize("dueling", [True, False])
+def test_quantiles_have_targets_of_their_own_and_q_their_errors(dueling, options):
+    """In float64, row by row."""
+    online, other = (
+        networks.build(
+            (5,), np.float32, 3, hidden=16, device="cpu", quantiles=4, seed=seed, dueling=dueling
+        )
+        for seed in (1, 2)
+    )
+    learner, batch = DQN(online, max_grad_norm=0, **options), batch_of(12, 0, (5,), np.float32)
+    learner.target.load_flat(other.flat)
+
+    def values(network, obs):
+        with torch.no_grad():
+            return network.values(network.to_input(obs)).double().numpy()
+
+    before = values(online, batch["obs"])
+    follows, seen = (values(learner.target, batch[name]) for name in ("next_obs", "obs"))
+    chosen = values(online, batch["next_obs"])
+    assert before.shape == (12, 3, 4)
+    np.testing.assert_allclose(q_rows(online, batch["obs"]), before.mean(2), atol=1e-6)
+    expected_td, loss = [], 0.0
+    for i, action in enumerate(batch["action"]):
+        reward, after = batch["reward"][i].astype(float), follows[i]
+        if options.get("munchausen"):
+            policy = _policy(after.mean(1))
+            after = (policy[:, None] * (after - 0.03 * np.log(policy)[:, None])).sum(0)
+            reward += 0.9 * max(-1.0, 0.03 * np.log(_policy(seen[i].mean(1))[action]))
+        else:
+            after = after[(after if options else chosen[i]).mean(1).argmax()]
+        target = reward + batch["discount"][i] * after
+        expected_td.append(target.mean() - before[i, action].mean())
+        row, _ = naive.quantile_row(before[i, action].tolist(), target.tolist())
+        loss += row * batch["weights"][i] / 12
+    td_errors, metrics = learner.learn(batch)
+    np.testing.assert_allclose(td_errors, expected_td, atol=1e-5)
+    assert metrics["td_loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["q_values"] == pytest.approx(before[range(12), batch["action"]].mean(), abs=1e-5)
+
+
+def _policy(q):
+    return np.exp((q - q.max()) / 0.03) / np.exp((q - q.max()) / 0.03).sum()
+
+
+def test_only_nature_has_quantiles():
+    with pytest.raises(ConfigError, match=r"--quantiles .*impala"):
+        networks.build(SHAPE, np.uint8, 3, network="impala", quantiles=4, device="cpu")
 
 
 def test_a_custom_loss_may_compute_in_another_dtype(monkeypatch):
@@ -213,10 +275,11 @@ def test_a_resumed_learner_continues_bit_for_bit(options, precision):
 
 @pytest.mark.parametrize("optimiser", ["rmsprop", "adam"])
 @pytest.mark.parametrize(("shape", "dtype"), [((5,), np.float32), ((2, 36, 40), np.uint8)])
-def test_a_states_tensors_are_known_without_a_network(shape, dtype, optimiser):
-    dqn = DQN(networks.build(shape, dtype, 3, 8, device="cpu"), optimiser=optimiser)
-    tensors = dqn.state_dict_tensors()
-    expected = state_shapes(parameter_shapes(layers(shape, dtype, 3, 8)))
+@pytest.mark.parametrize("quantiles", [0, 5])
+def test_a_states_tensors_are_known_without_a_network(shape, dtype, optimiser, quantiles):
+    network = networks.build(shape, dtype, 3, 8, quantiles=quantiles, device="cpu")
+    tensors = DQN(network, optimiser=optimiser).state_dict_tensors()
+    expected = state_shapes(parameter_shapes(layers(shape, dtype, 3, 8, quantiles=quantiles)))
     assert {n: tuple(t.shape) for n, t in tensors.items()} == expected
 
 

@@ -249,6 +249,15 @@ def test_options_of_the_built_in_network_match_torchs_layers(
         assert export(network, tmp_path / "p.onnx", np.dtype(dtype).name) < 1e-3
 
 
+@pytest.mark.parametrize("dueling", [True, False])
+def test_a_network_with_quantiles_can_be_written_as_onnx(tmp_path: Path, dueling: bool) -> None:
+    pytest.importorskip("onnxruntime")
+    network = networks.build(
+        (4, 40, 40), np.uint8, 3, 8, device="cpu", precision="float32", quantiles=5, dueling=dueling
+    )
+    assert export(network, tmp_path / "q.onnx", "uint8") < 1e-3
+
+
 @pytest.mark.parametrize(
     ("shape", "says"),
     [

@@ -206,6 +206,17 @@ def test_the_optimiser_is_the_one_asked_for(seen: Seen, usual: Seen) -> None:
 
 
 @pytest.mark.slow
+def test_quantiles_are_learned_saved_and_played_with(seen: Seen, usual: Seen) -> None:
+    run(quantiles=6)
+    dqn = seen.batches[0]["dqn"]
+    assert dqn.online.shapes["advantage.weight"][0] == 2 * 6
+    assert usual.batches[0]["dqn"].online.shapes["advantage.weight"][0] == 2
+    obs = np.zeros((1, 4), np.float32)
+    quantiles = dqn.online.values(dqn.online.to_input(obs)).detach().numpy()
+    q = zapex.load_policy("run").q_values(obs[0])
+    np.testing.assert_allclose(q, quantiles[0].mean(1), atol=1e-5)
+
+
 def test_max_pool_leaves_a_small_square(seen: Seen) -> None:
     few = {"env": "ALE/Breakout-v5", "max_frames": 800}
     run(**few)

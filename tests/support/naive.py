@@ -80,6 +80,21 @@ def double_dqn_td_errors(batch, q_online, q_target, q_online_next):
     return td_errors
 
 
+def quantile_row(predictions, targets):
+    """The quantile Huber loss of one row, and its slope by each prediction; lists of floats."""
+    loss, slopes, n = 0.0, [], len(predictions)
+    for i, prediction in enumerate(predictions):
+        middle, slope = (i + 0.5) / n, 0.0
+        for target in targets:
+            error = target - prediction
+            share = abs(middle - (error < 0))
+            huber = error**2 / 2 if abs(error) <= 1 else abs(error) - 0.5
+            loss += share * huber / n
+            slope -= share * max(-1.0, min(1.0, error)) / n
+        slopes.append(slope)
+    return loss, slopes
+
+
 def centred_rmsprop(parameter, gradients, lr, decay, eps):
     """One number after steps along `gradients`."""
     mean = square = 0.0

@@ -40,6 +40,7 @@ def layers(
     channels: int = 32,
     dueling: bool = True,
     max_pool: int = 0,
+    quantiles: int = 0,
 ) -> list[Layer]:
     """The layers of a network; "streams" is the last one before the heads.
 
@@ -52,6 +53,7 @@ def layers(
             many.
         dueling: two streams with a head each, V(s) and A(s, a); False: one, Q(s, a).
         max_pool: largest side of the image that the convolutions leave; 0: any.
+        quantiles: outputs of a head for each action (and of V); 0: one, without a distribution.
 
     Raises:
         ConfigError: no network fits the observations.
@@ -63,8 +65,9 @@ def layers(
     else:
         hidden = hidden or 128
         trunk = _dense(shape, hidden, streams)
-    value = [Layer("value", (1, hidden))] if dueling else []
-    return [*trunk, *value, Layer("advantage", (num_actions, hidden))]
+    each = quantiles or 1
+    value = [Layer("value", (each, hidden))] if dueling else []
+    return [*trunk, *value, Layer("advantage", (num_actions * each, hidden))]
 
 
 def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:

@@ -44,6 +44,9 @@ class DQN:
     """Online and target network, loss and optimiser; the defaults are Ape-X's values.
 
     The target of a row is reward + discount * Q_target(next_obs, argmax_a Q_online(next_obs, a)).
+    If the network has quantiles, so is the target of each of them, with the loss of Dabney et al.
+    2018. TD errors are still of Q, the mean: they have the unit of an actor's first priorities, and
+    a distribution that is right has none, however wide it is.
 
     Create it in the thread that will call `learn`. On a CPU, this also makes the process keep freed
     memory, and makes this thread treat numbers below 1e-38 as 0.
@@ -54,8 +57,9 @@ class DQN:
         optimiser: rmsprop (centred) or adam.
         rmsprop_decay: decay of RMSProp's averages.
         optimiser_eps: added to the optimiser's denominator.
-        loss: huber (slope 1 beyond an error of 1), squared (half the square) or module:function.
-            Each row's loss is multiplied by its importance weight, and averaged over the batch.
+        loss: huber (slope 1 beyond an error of 1), squared (half the square) or module:function;
+            a network with quantiles has its own. Each row's loss is multiplied by its importance
+            weight, and averaged over the batch.
         double: False: the target network chooses the action too.
         munchausen: use the targets of Vieillard et al. 2020, equation 1; of n steps, only the first
             has the added term.
@@ -88,7 +92,7 @@ class DQN:
         self.batches = 0
         # Whether a batch's images have their channels innermost, which a CPU's kernels want.
         self.channels_last = network.device.type == "cpu"
-        self._loss = losses.named(loss)
+        self._loss = losses.quantile_huber if network.quantiles else losses.named(loss)
         self._largest = largest
         self._double, self._munchausen = double, munchausen
         self._max_grad_norm = torch.tensor(max_grad_norm or math.inf, device=network.device)
@@ -166,7 +170,7 @@ class DQN:
         self.target.pack(len(columns["action"]))
         with torch.no_grad():
             target = self._targets(seen, following, columns)
-        q = self.online(seen).gather(1, columns["action"].unsqueeze(1)).squeeze(1)
+        q = _of_actions(self.online.values(seen), columns["action"])
         # A custom loss may return another dtype.
         rows = self._loss(q, target).float()
         loss = columns["weights"].dot(rows) / len(q)
@@ -177,6 +181,8 @@ class DQN:
         self.online.gather_gradients(gradients, self._gradient_views)
         enter("optimiser")
         loss, q = loss.detach(), q.detach()
+        if self.online.quantiles:
+            q, target = q.mean(1), target.mean(1)
         norm = torch.linalg.vector_norm(self.gradient)
         is_finite = (loss + norm).abs() < math.inf
         self.optimiser.step((self._max_grad_norm / norm).clamp_max_(1.0), is_finite)
@@ -205,20 +211,23 @@ class DQN:
         return columns | {"left_out": left_out}
 
     def _targets(self, seen: Any, following: Any, columns: Mapping[str, Tensor]) -> Tensor:
-        """The values that the predictions of a batch should have, (B,); without gradient."""
+        """What the predictions of a batch should be, (B,) or (B, quantiles); without gradient."""
         reward, discount = columns["reward"], columns["discount"]
+        values = self.target.values(following)
+        q = values.mean(2) if self.online.quantiles else values
         if self._munchausen:
-            q = self.target(following)
             log_policy = F.log_softmax(q / _TEMPERATURE, 1)
-            soft = (log_policy.exp() * (q - _TEMPERATURE * log_policy)).sum(1)
             taken = F.log_softmax(self.target(seen) / _TEMPERATURE, 1)
-            taken = taken.gather(1, columns["action"].unsqueeze(1)).squeeze(1)
-            bonus = _MUNCHAUSEN * (_TEMPERATURE * taken).clamp(-1.0, 0.0)
-            return reward + bonus + discount * soft
-        if not self._double:
-            return reward + discount * self.target(following).amax(1)
-        greedy = self.online(following).argmax(1, keepdim=True)
-        return reward + discount * self.target(following).gather(1, greedy).squeeze(1)
+            bonus = (_TEMPERATURE * _of_actions(taken, columns["action"])).clamp(-1.0, 0.0)
+            reward = reward + _MUNCHAUSEN * bonus
+            log_policy = log_policy.view(*q.shape, *[1] * (values.ndim - 2))
+            after = (log_policy.exp() * (values - _TEMPERATURE * log_policy)).sum(1)
+        else:
+            greedy = (self.online(following) if self._double else q).argmax(1)
+            after = _of_actions(values, greedy)
+        if self.online.quantiles:
+            reward, discount = reward.unsqueeze(1), discount.unsqueeze(1)
+        return reward + discount * after
 
     def count(self) -> bool:
         """Count a step that was made or queued. Returns whether the target is to be renewed now."""
@@ -287,6 +296,14 @@ class DQN:
         self.target.refresh()
         self.batches = int(counters["batches"])
         self.optimiser.steps = int(counters["optimiser_steps"])
+
+
+def _of_actions(values: Tensor, actions: Tensor) -> Tensor:
+    """(B,) or (B, N), of values (B, A) or (B, A, N) and actions (B,)."""
+    places = actions.unsqueeze(1)
+    if values.ndim == 3:
+        places = places.unsqueeze(2).expand(-1, 1, values.shape[2])
+    return values.gather(1, places).squeeze(1)
 
 
 class _Heap:

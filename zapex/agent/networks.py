@@ -39,6 +39,7 @@ def build(
     dueling: bool = True,
     layer_norm: bool = False,
     max_pool: int = 0,
+    quantiles: int = 0,
     precision: str = "auto",
     device: str = "auto",
     seed: int = 0,
@@ -51,12 +52,14 @@ def build(
         num_actions: Q values of an observation.
         hidden: units of each stream; None: 512 for images and 128 for vectors.
         network: one of NETWORKS, or module:Class of a torch module, which takes the spaces of
-            observations and actions and none of the options below up to `max_pool`.
+            observations and actions and none of the options below up to `quantiles`.
         parts: of a Dict observation, which is flattened; only custom networks take it apart.
         channels: filters of an image network's first convolution.
         dueling: two streams, V(s) and A(s, a); False: one.
         layer_norm: normalise the output of each layer before its ReLU.
         max_pool: pool the output of the convolutions to at most this side; 0: do not.
+        quantiles: of the return's distribution, for each action (Dabney et al. 2018); only of
+            nature. Q is their mean. 0: Q alone.
         precision: of the trunk of nature for images: float32, bfloat16, or auto: bfloat16 if the
             hardware multiplies it faster. Other networks compute in float32.
         device: cpu, cuda, or auto: cuda if there is one.
@@ -71,13 +74,16 @@ def build(
     if make is Nature:
         return Nature(
             shape,
-            layers(shape, obs_dtype, num_actions, hidden, channels, dueling, max_pool),
+            layers(shape, obs_dtype, num_actions, hidden, channels, dueling, max_pool, quantiles),
             dtype=_dtype(precision, place) if sees_images(shape, obs_dtype) else torch.float32,
             device=place,
             seed=seed,
             layer_norm=layer_norm,
             max_pool=max_pool,
+            quantiles=quantiles,
         )
+    if quantiles:
+        raise ConfigError(f"--quantiles needs --network nature, and the network is {network}")
     options: dict[str, Any] = {}
     if network in NETWORKS:
         options = {
@@ -131,6 +137,7 @@ class Network(ABC):
     flat: Tensor
     views: dict[str, Tensor]
     leaves: dict[str, Tensor]
+    quantiles = 0
 
     def __init__(
         self,
@@ -205,6 +212,10 @@ class Network(ABC):
             q: np.ndarray = self(self.to_input(obs)).cpu().numpy()
         return q
 
+    def values(self, inputs: Any) -> Tensor:
+        """Q values (B, num_actions), or if it has `quantiles` N, these (B, num_actions, N)."""
+        return self(inputs)
+
     def learns(self) -> None:  # noqa: B027
         """Called once on the network that is trained."""
 
@@ -254,6 +265,7 @@ class Nature(Network):
         seed: of the initial parameters.
         layer_norm: normalise the output of each layer of the trunk before its ReLU.
         max_pool: as for `architecture.layers`.
+        quantiles: as for `architecture.layers`.
     """
 
     def __init__(
@@ -266,12 +278,14 @@ class Nature(Network):
         seed: int,
         layer_norm: bool = False,
         max_pool: int = 0,
+        quantiles: int = 0,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.quantiles = dtype, quantiles
         self._trunk = layers[: [layer.name for layer in layers].index("streams") + 1]
         self._dueling = layers[-2].name == "value"
         self._layer_norm, self._max_pool = layer_norm, max_pool
-        num_actions, self._hidden = layers[-1].weight
+        outputs, self._hidden = layers[-1].weight
+        num_actions = outputs // (quantiles or 1)
         self._is_image = layers[0].stride > 0
         # Bytes go in as they are; 1/255 is folded into the first layer's copy.
         self._input_scale = 1.0 / 255.0 if self._is_image else 1.0
@@ -348,6 +362,10 @@ class Nature(Network):
         return (obs if self._is_image else obs.flatten(1)).to(self.dtype)
 
     def __call__(self, inputs: Tensor) -> Tensor:
+        values = self.values(inputs)
+        return values.mean(2) if self.quantiles else values
+
+    def values(self, inputs: Tensor) -> Tensor:
         leaves = self.leaves
         use_packed = self._packed_rows > 0 and not torch.is_grad_enabled()
         x = inputs
@@ -367,12 +385,15 @@ class Nature(Network):
             else:
                 x = fused.layer(x, weight, bias, stride)
         x = x.float()
+        right = x[:, self._hidden :] if self._dueling else x
+        advantage = F.linear(right, leaves["advantage.weight"], leaves["advantage.bias"])
+        if self.quantiles:
+            advantage = advantage.view(-1, self.num_actions, self.quantiles)
         if not self._dueling:
-            return F.linear(x, leaves["advantage.weight"], leaves["advantage.bias"])
+            return advantage
         value = F.linear(x[:, : self._hidden], leaves["value.weight"], leaves["value.bias"])
-        advantage = F.linear(
-            x[:, self._hidden :], leaves["advantage.weight"], leaves["advantage.bias"]
-        )
+        if self.quantiles:
+            value = value.unsqueeze(1)
         return value + advantage - advantage.mean(1, keepdim=True)
 
 

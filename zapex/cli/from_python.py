@@ -97,6 +97,7 @@ class Settings(TypedDict, total=False):
     dueling: bool
     layer_norm: bool
     max_pool: Count
+    quantiles: Count
     double: bool
     munchausen: bool
     loss: Code

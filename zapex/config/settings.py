@@ -168,6 +168,9 @@ class LearnerConfig(SettingsGroup):
     """Normalise the output of each layer, before its ReLU."""
     max_pool: int = setting(0, low=0, high=256)
     """Pool the output of the convolutions to a square of this side; 0: don't."""
+    quantiles: int = setting(0, low=0, high=1024)
+    """Learn so many quantiles of the return for each action, with their own loss instead of --loss
+    (QR-DQN, Dabney et al. 2018: 200); 0: its mean alone. Only with --network nature."""
     double: bool = True
     """Double DQN: the online network chooses the action of the target."""
     munchausen: bool = False
@@ -201,7 +204,9 @@ class LearnerConfig(SettingsGroup):
             check_path(self.network, "--network", f"{', '.join(NETWORKS)} or ")
 
 
-NETWORK_FIELDS = ("network", "hidden", "channels", "dueling", "layer_norm", "max_pool")
+NETWORK_FIELDS = (
+    *("network", "hidden", "channels", "dueling", "layer_norm", "max_pool", "quantiles"),
+)
 """The fields of LearnerConfig that define the network; a resumed run keeps them."""
 
 

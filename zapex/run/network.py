@@ -72,5 +72,6 @@ def _parameter_shapes(spec: EnvironmentSpec, config: LearnerConfig) -> dict[str,
             config.channels,
             config.dueling,
             config.max_pool,
+            config.quantiles,
         )
     )
