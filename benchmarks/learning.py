@@ -46,6 +46,12 @@ VARIANTS = {
     "uniform": "--alpha 0",
     "n-step 1": "--n-step 1",
     "maximum first": "--initial-priority max",
+    "alpha 0.2": "--alpha 0.2",
+    "LAP": "--priority-floor 1 --loss huber --beta 0",
+    "recency": "--recency 3",
+    "cut": "--cut-exploratory",
+    "quantiles": "--quantiles 32",
+    "shared trunk": "--share-trunk",
 }
 """Flags of `zapex train` by name; others are given as NAME=FLAGS."""
 RIVALS = {"stable-baselines3": "dqn_learning.py", "cleanrl": "cleanrl_learning.py"}

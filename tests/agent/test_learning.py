@@ -150,6 +150,34 @@ def test_quantiles_have_targets_of_their_own_and_q_their_errors(dueling, options
     assert metrics["q_values"] == pytest.approx(before[range(12), batch["action"]].mean(), abs=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"double": False}, {"munchausen": True}])
+@pytest.mark.parametrize("quantiles", [0, 4])
+def test_a_target_that_shares_the_trunk_is_one_with_the_online_trunk(options, quantiles):
+    """As learned by the same network and a whole target with that trunk and its own heads."""
+    learners = []
+    for shares in (True, False):
+        online, other = (
+            networks.build(SHAPE, np.uint8, 3, 16, device="cpu", quantiles=quantiles, seed=seed,
+                           precision="float32")
+            for seed in (1, 2)
+        )  # fmt: skip
+        learner = DQN(online, share_trunk=shares, **options)
+        learner.target.load_flat(other.flat)
+        if not shares:
+            for name, view in learner.target.views.items():
+                if not name.startswith(("value", "advantage")):
+                    view.copy_(online.views[name])
+            learner.target.refresh()
+        learners.append(learner)
+    batch = batch_of(16)
+    mine, whole = (learner.learn(batch)[0] for learner in learners)
+    np.testing.assert_allclose(mine, whole, atol=1e-5)
+    flat, expected = (learner.online.flat for learner in learners)
+    torch.testing.assert_close(flat, expected, rtol=1e-4, atol=1e-6)
+    learners[0].renew_target()
+    assert torch.equal(learners[0].target.flat, flat)
+
+
 def _policy(q):
     return np.exp((q - q.max()) / 0.03) / np.exp((q - q.max()) / 0.03).sum()
 

@@ -176,3 +176,10 @@ def test_counts_may_have_suffixes(text: str, value: int) -> None:
 def test_other_texts_are_not_counts(text: str) -> None:
     with pytest.raises(ConfigError, match="whole number"):
         parse_count(text)
+
+
+@pytest.mark.parametrize("values", [{"quantiles": 8}, {"share_trunk": True}])
+def test_what_only_nature_has_is_refused_for_other_networks(values: dict[str, Any]) -> None:
+    Config().replace(**values)
+    with pytest.raises(ConfigError, match=r"--network nature.* impala"):
+        Config().replace(network="impala", **values)

@@ -64,6 +64,9 @@ class DQN:
         munchausen: use the targets of Vieillard et al. 2020, equation 1; of n steps, only the first
             has the added term.
         max_grad_norm: the gradient is clipped to this norm; 0: never.
+        share_trunk: the target network has only heads of its own, and takes the features of the
+            online network, which are then computed once for both (arXiv 2506.04398 with one
+            target). A network without a trunk shares nothing.
         target_period: the target becomes the online network after so many batches.
         largest: rows with a number that is larger or not finite are left out of a batch that cannot
             be learned from otherwise; their TD errors are 0. None: no row is left out.
@@ -80,6 +83,7 @@ class DQN:
         loss: str = "huber",
         double: bool = True,
         munchausen: bool = False,
+        share_trunk: bool = False,
         max_grad_norm: float = 40.0,
         target_period: int = 2500,
         largest: float | None = None,
@@ -94,7 +98,7 @@ class DQN:
         self.channels_last = network.device.type == "cpu"
         self._loss = losses.quantile_huber if network.quantiles else losses.named(loss)
         self._largest = largest
-        self._double, self._munchausen = double, munchausen
+        self._double, self._munchausen, self._shares = double, munchausen, share_trunk
         self._max_grad_norm = torch.tensor(max_grad_norm or math.inf, device=network.device)
         self._target_period = target_period
         self.gradient = torch.zeros_like(network.flat)
@@ -167,10 +171,12 @@ class DQN:
         enter("forward")
         columns = {name: batch[name].to(dtype) for name, dtype in _NUMBERS.items()}
         seen, following = (self.online.to_input(batch[name]) for name in ("obs", "next_obs"))
-        self.target.pack(len(columns["action"]))
+        if not self._shares:
+            self.target.pack(len(columns["action"]))
+        features = self.online.features(seen)
         with torch.no_grad():
-            target = self._targets(seen, following, columns)
-        q = _of_actions(self.online.values(seen), columns["action"])
+            target = self._targets(seen, features, following, columns)
+        q = _of_actions(self.online.head(features), columns["action"])
         # A custom loss may return another dtype.
         rows = self._loss(q, target).float()
         loss = columns["weights"].dot(rows) / len(q)
@@ -210,24 +216,37 @@ class DQN:
             columns[name] = column.masked_fill(rows, 0)
         return columns | {"left_out": left_out}
 
-    def _targets(self, seen: Any, following: Any, columns: Mapping[str, Tensor]) -> Tensor:
-        """What the predictions of a batch should be, (B,) or (B, quantiles); without gradient."""
+    def _targets(
+        self, seen: Any, features: Any, following: Any, columns: Mapping[str, Tensor]
+    ) -> Tensor:
+        """What the predictions of a batch should be, (B,) or (B, quantiles); without gradient.
+
+        features: of `seen`, in the online network.
+        """
         reward, discount = columns["reward"], columns["discount"]
-        values = self.target.values(following)
-        q = values.mean(2) if self.online.quantiles else values
+        after_features = (self.online if self._shares else self.target).features(following)
+        values = self.target.head(after_features)
+        q = self._q(values)
         if self._munchausen:
             log_policy = F.log_softmax(q / _TEMPERATURE, 1)
-            taken = F.log_softmax(self.target(seen) / _TEMPERATURE, 1)
+            before = features if self._shares else self.target.features(seen)
+            taken = F.log_softmax(self._q(self.target.head(before)) / _TEMPERATURE, 1)
             bonus = (_TEMPERATURE * _of_actions(taken, columns["action"])).clamp(-1.0, 0.0)
             reward = reward + _MUNCHAUSEN * bonus
             log_policy = log_policy.view(*q.shape, *[1] * (values.ndim - 2))
             after = (log_policy.exp() * (values - _TEMPERATURE * log_policy)).sum(1)
         else:
-            greedy = (self.online(following) if self._double else q).argmax(1)
-            after = _of_actions(values, greedy)
+            if self._double and self._shares:
+                q = self._q(self.online.head(after_features))
+            elif self._double:
+                q = self.online(following)
+            after = _of_actions(values, q.argmax(1))
         if self.online.quantiles:
             reward, discount = reward.unsqueeze(1), discount.unsqueeze(1)
         return reward + discount * after
+
+    def _q(self, values: Tensor) -> Tensor:
+        return values.mean(2) if self.online.quantiles else values
 
     def count(self) -> bool:
         """Count a step that was made or queued. Returns whether the target is to be renewed now."""

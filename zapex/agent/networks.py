@@ -214,7 +214,15 @@ class Network(ABC):
 
     def values(self, inputs: Any) -> Tensor:
         """Q values (B, num_actions), or if it has `quantiles` N, these (B, num_actions, N)."""
-        return self(inputs)
+        return self.head(self.features(inputs))
+
+    def features(self, inputs: Any) -> Any:
+        """What `head` makes values from: a trunk's output, or the inputs if there is no trunk."""
+        return inputs
+
+    def head(self, features: Any) -> Tensor:
+        """What `values` returns, from `features`."""
+        return self(features)
 
     def learns(self) -> None:  # noqa: B027
         """Called once on the network that is trained."""
@@ -365,7 +373,7 @@ class Nature(Network):
         values = self.values(inputs)
         return values.mean(2) if self.quantiles else values
 
-    def values(self, inputs: Tensor) -> Tensor:
+    def features(self, inputs: Tensor) -> Tensor:
         leaves = self.leaves
         use_packed = self._packed_rows > 0 and not torch.is_grad_enabled()
         x = inputs
@@ -384,7 +392,10 @@ class Nature(Network):
                 x = F.relu(F.layer_norm(x, [int(n) for n in x.shape[1:]]))
             else:
                 x = fused.layer(x, weight, bias, stride)
-        x = x.float()
+        return x.float()
+
+    def head(self, features: Tensor) -> Tensor:
+        leaves, x = self.leaves, features
         right = x[:, self._hidden :] if self._dueling else x
         advantage = F.linear(right, leaves["advantage.weight"], leaves["advantage.bias"])
         if self.quantiles:

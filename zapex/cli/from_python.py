@@ -100,6 +100,7 @@ class Settings(TypedDict, total=False):
     quantiles: Count
     double: bool
     munchausen: bool
+    share_trunk: bool
     loss: Code
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "float32", "bfloat16"]

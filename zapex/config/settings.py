@@ -175,6 +175,9 @@ class LearnerConfig(SettingsGroup):
     """Double DQN: the online network chooses the action of the target."""
     munchausen: bool = False
     """Munchausen DQN targets (Vieillard et al. 2020), instead of --double."""
+    share_trunk: bool = False
+    """Let the target network have only heads of its own, on the online network's features: one
+    forward pass less (arXiv 2506.04398). Only with --network nature."""
     loss: str = "squared"
     """Loss of the TD error: squared (half its square, the paper's; or mse), huber, or a custom loss
     as module:function."""
@@ -200,6 +203,11 @@ class LearnerConfig(SettingsGroup):
             object.__setattr__(self, "loss", "squared")
         if self.loss not in LOSSES:
             check_path(self.loss, "--loss", f"{', '.join(LOSSES)} or ")
+        for name in ("quantiles", "share_trunk"):
+            if getattr(self, name) and self.network != "nature":
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} needs --network nature, got {self.network}"
+                )
         if self.network not in NETWORKS:
             check_path(self.network, "--network", f"{', '.join(NETWORKS)} or ")
 

@@ -478,6 +478,7 @@ def make_dqn(run: Run) -> "DQN":
         loss=learner.loss,
         double=learner.double,
         munchausen=learner.munchausen,
+        share_trunk=learner.share_trunk,
         max_grad_norm=learner.max_grad_norm,
         target_period=learner.target_period,
         largest=LARGEST,
