@@ -1,6 +1,6 @@
 """`make simulate`: runs of a whole cluster in one process, each drawn from its seed.
 
-python -m tests.simulation [--seed N] [--minutes M] [--jobs 2] [--history]
+python -m tests.simulation [--seed N] [--minutes M] [--jobs 2] [--history] [--planted]
 """
 
 import argparse
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from tests.simulation import source
+from tests.stress import steps
 
 
 def main() -> int:
@@ -22,13 +22,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--first", type=int, default=secrets.randbits(40), help="the first seed")
     parser.add_argument("--history", action="store_true", help="print all that happened")
-    parser.add_argument("--plant", metavar="NAME", help="with this fault of faults/ in the code")
+    parser.add_argument("--planted", action="store_true", help="find the faults of faults/")
+    parser.add_argument("--cpu-s", type=float, default=600.0, help="for each of them")
+    parser.add_argument("names", nargs="*", help="only these of them")
     options = parser.parse_args()
-    if options.seed is None and options.jobs > 1:
+    if options.seed is None and options.jobs > 1 and not options.planted:
         return _share_out(options)
-    source.install(options.plant)
+    steps.install()
     from tests.simulation import runs
 
+    if options.planted:
+        return runs.find_planted(options.names, options.cpu_s)
     if options.seed is not None:
         return runs.show(options.seed, history=options.history)
     return runs.explore(options.first, options.minutes)
@@ -38,7 +42,6 @@ def _share_out(options: argparse.Namespace) -> int:
     began = time.monotonic()
     command = [sys.executable, "-m", "tests.simulation", "--jobs", "1"]
     command += ["--minutes", str(options.minutes)]
-    command += ["--plant", options.plant] if options.plant else []
     jobs = [
         subprocess.Popen([*command, "--first", str(options.first + (job << 41))])
         for job in range(options.jobs)

@@ -27,6 +27,7 @@ from zapex.chunks.layout import (
     HOST,
     INCARNATION,
     LIVE,
+    SEQUENCE,
     STATE,
     STREAM,
 )
@@ -44,10 +45,11 @@ class Memory:
     networked: bool
     newest: int = 0  # commit sequence
     next: dict[Life, int] = field(default_factory=dict)
-    seen: set[tuple[Life, int]] = field(default_factory=set)
+    seen: set[tuple[int, ...]] = field(default_factory=set)
     hosts: dict[int, list[int]] = field(default_factory=dict)  # of an actor's number
     rows: Longs = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """Of the truth, by slot and row."""
+    limiter: Any = None  # of the server's process
 
 
 class Checker:
@@ -117,12 +119,14 @@ class Checker:
             if not memory.sharded and told != list(life):
                 raise Violation(f"foreign: {memory.name}: {told} holds rows of {life}")
             wanted = memory.next.get(life, 0)
-            if (life, first) in memory.seen or first < wanted:
+            # A chunk that moves to another shard and back is another chunk there (host/roster.py).
+            name = (*header[[ACTOR, INCARNATION, SEQUENCE]].tolist(),)
+            if name in memory.seen or (first < wanted and not memory.sharded):
                 raise Violation(f"doubled: {memory.name}: {life} from {first}, {wanted} is next")
             if first > wanted and not memory.sharded:
                 raise Violation(f"lost: {memory.name}: {life} goes on at {first}, not {wanted}")
-            memory.next[life] = first + len(table)
-            memory.seen.add((life, first))
+            memory.next[life] = max(wanted, first + len(table))
+            memory.seen.add(name)
             memory.rows[slot, : len(table)] = table
             self.arrived.add((life, first))
             self.reached[life] = max(self.reached[life], first + len(table))
@@ -155,6 +159,8 @@ class Checker:
 
     def _check_draw(self, replay: ReplayCore, memory: Memory, draw: Any) -> None:
         self.take(replay.store, memory)
+        if memory.limiter.config.samples_per_insert and memory.limiter.owed < 0:
+            raise Violation(f"limiter: {memory.name} drew more than is owed: {memory.limiter.owed}")
         if not self._live(replay, draw.keys).all():
             raise Violation(f"foreign: {memory.name} draws {draw.keys}, not all of them live")
         given = self._priorities(memory, draw.keys)

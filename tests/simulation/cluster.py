@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,6 @@ class Process:
         self.sockets: list[Any] = []
         self.order: tuple[str, int] | None = None
         self.stopped_until_s = 0.0
-        self.turns = 0
 
     @property
     def title(self) -> str:
@@ -155,7 +155,6 @@ class Process:
         if self.stopped_until_s > self.time.now_s:
             self.time.after(self.stopped_until_s - self.time.now_s, partial(self._turn, life))
             return
-        self.turns += 1
         work = self._run(self.role.do_work)
         if work:
             self.time.say(f"{self.title} {work}")
@@ -183,15 +182,13 @@ class Process:
             found = call()
         except (Fenced, Refused, RunOver) as error:
             if not copied:
-                self.time.say(f"{self.title} ends: {type(error).__name__}")
                 self.role = None
                 self.life += 1
                 host.leave(error)
-        except Violation:
-            if not copied:
-                raise
         except Exception as error:
             if not copied:
+                if isinstance(error, Violation):
+                    raise
                 raise Violation(f"crash: {self.title}: {traceback.format_exc()}") from error
         finally:
             cluster.net.ghost = False
@@ -222,7 +219,8 @@ class Process:
             return
         self.time.say(f"{self.title} is dead")
         self.time.soon(0.001, 0.1, lambda: life == self.life and self._announce(0))
-        self.time.soon(0.1, 2.0, lambda: life == self.life and self.start())
+        longest_s = self.time.rng.choice((1.0, 2.0, 8.0))
+        self.time.soon(0.1, longest_s, lambda: life == self.life and self.start())
 
 
 class Host:
@@ -255,12 +253,11 @@ class Host:
         """Make the memory, start the roles."""
         raise NotImplementedError
 
-    def allocate(self, plan: HostPlan) -> HostMemory:
+    def allocate(self, plan: HostPlan) -> None:
         """New memory of a plan."""
         self.blocks = [aligned_zeros(plan.nbytes), aligned_zeros(max(64, plan.experience_bytes))]
         no_eventfds = [-1] * len(plan.roles)  # nobody sleeps
         self.memory = HostMemory(plan, *self.blocks, no_eventfds, create=True)
-        return self.attach()
 
     def attach(self) -> HostMemory:
         """As a process sees the memory."""
@@ -300,10 +297,9 @@ class Host:
 
     # What roles are made of.
 
-    def plan(
-        self, part: str, *, actors: int, streams: int, capacity: int, central: bool
-    ) -> HostPlan:
+    def plan(self, part: str, actors: int, capacity: int, *, central: bool = False) -> HostPlan:
         """The plan of a part."""
+        streams = actors * STREAMS
         size = STREAMS, (STACK, FRAME_WORDS), "<i8", ACTIONS
         return HostPlan(
             replay=ReplayLayout(SCHEMA, capacity, streams, CHUNK), actors=actors,
@@ -324,10 +320,8 @@ class Host:
 
     def _make_actor(self, index: int, number: int, process: Process) -> Actor:
         memory, time = self.attach(), self.cluster.time
-        sink, metrics = (
-            memory.experience_sink(index, process.incarnation),
-            memory.metrics(process.name),
-        )
+        sink = memory.experience_sink(index, process.incarnation)
+        metrics = memory.metrics(process.name)
         shape, first = self.cluster.shape, number * STREAMS
         builder = ChunkBuilder(
             sink.store, STREAMS, actor=index, incarnation=process.incarnation, first_stream=first,
@@ -341,21 +335,11 @@ class Host:
             wake = memory.waker("inference").wake
             values = Exchange(memory.part_of("exchange"), exchange).asker(index, wake)
         else:
-            policy: Any = Judge(
-                self.cluster.checker, f"{process.title} {self.boots} {process.incarnation}"
-            )
-            pull = Pull(
-                policy, memory.mailbox(), metrics, period=4, parameter_bytes=PARAMETER_BYTES
-            )
-            values = OwnValues(policy, pull, metrics)
+            values = OwnValues(*self._policy(process, memory, metrics), metrics)
         commit = sink.commit
 
         def committed(slots: NDArray[np.int64]) -> None:
-            if (
-                not self.cluster.net.ghost
-                and self.watch is not None
-                and not self.cluster.shape.shards
-            ):
+            if not self.cluster.net.ghost and not shape.shards:
                 self.cluster.checker.owe(sink.store, slots, process.title)
             commit(slots)
 
@@ -369,21 +353,21 @@ class Host:
             may_step=lambda: not self.cluster.is_over,
         )  # fmt: skip
 
+    def _policy(self, process: Process, memory: HostMemory, metrics: RoleMetrics) -> Any:
+        policy: Any = Judge(self.cluster.checker, f"{process.title} {process.incarnation}")
+        mailbox = memory.mailbox()
+        return policy, Pull(policy, mailbox, metrics, period=4, parameter_bytes=PARAMETER_BYTES)
+
     def _make_inference(self, process: Process) -> Inference:
         memory = self.attach()
         assert memory.plan.exchange is not None
         metrics = memory.metrics("inference")
-        policy: Any = Judge(
-            self.cluster.checker, f"{process.title} {self.boots} {process.incarnation}"
-        )
-        pull = Pull(policy, memory.mailbox(), metrics, period=4, parameter_bytes=PARAMETER_BYTES)
+        policy, pull = self._policy(process, memory, metrics)
         wakers = [memory.waker(f"actor {i}").wake for i in range(memory.plan.actors)]
         answerer = Exchange(memory.part_of("exchange"), memory.plan.exchange).answerer(wakers)
         return Inference(answerer, policy, pull, metrics, streams=STREAMS)
 
-    def link(
-        self, process: Process, role: str, shard: int, *, form: bool = True, actors: int = 0
-    ) -> ZmqLink:
+    def link(self, process: Process, role: str, shard: int, form: Any, actors: int = 0) -> ZmqLink:
         """A link to a shard."""
         cluster = self.cluster
 
@@ -393,8 +377,7 @@ class Host:
             return dealers
 
         return ZmqLink(
-            f"tcp://{shard}:1", role, self.number, process.incarnation,
-            cluster.form if form else None,
+            f"tcp://{shard}:1", role, self.number, process.incarnation, form,
             cluster.settings(shard), Security(insecure_network=True), schema_hash=SCHEMA.hash,
             actors=actors, clock_s=cluster.clock_s, dial=dial,
         )  # fmt: skip
@@ -496,10 +479,7 @@ class ReplayMachine(Host):
         alone = not shape.shards
         part = "all" if alone else "replay with learner" if shape.learns_there else "replay"
         actors = shape.all_actors
-        self.allocate(
-            self.plan(part, actors=actors, streams=actors * STREAMS, capacity=shape.capacity,
-                      central=alone and shape.central)
-        )  # fmt: skip
+        self.allocate(self.plan(part, actors, shape.capacity, central=alone and shape.central))
         self.known = Memory(f"{self.name} {self.boots}", shape.shards > 1, networked=not alone)
         makers: dict[str, Callable[[Process], Any]] = {"replay": self._make_replay}
         if alone:
@@ -547,6 +527,7 @@ class ReplayMachine(Host):
                 ends.append(sink)
             source = ZmqExperienceSource(server, replay.store, ends)
         intake = Intake(source, replay, shape.limiter(), streams_per_actor=STREAMS)
+        self.known.limiter = intake.limiter
         return ReplayServer(
             replay, intake, source, sink, memory.metrics("replay"), method="stratified"
         )
@@ -577,7 +558,7 @@ class ActorMachine(Host):
         self.start({"join": self._make_joiner})
 
     def _make_joiner(self, process: Process) -> Any:
-        link = self.link(process, "relay", 0, form=False, actors=self.cluster.shape.actors)
+        link = self.link(process, "relay", 0, None, self.cluster.shape.actors)
 
         def look() -> int:
             work = link.do_work()
@@ -589,22 +570,21 @@ class ActorMachine(Host):
                 self._play()
             return work
 
-        return Linked(Worker(look))
+        return SimpleNamespace(do_work=look)
 
     def _play(self) -> None:
         shape = self.cluster.shape
-        streams = shape.actors * STREAMS
-        self.allocate(
-            self.plan("actor", actors=shape.actors, streams=streams, capacity=2 * streams * CHUNK,
-                      central=shape.central)
-        )  # fmt: skip
+        room = 2 * STREAMS * shape.actors * CHUNK
+        self.allocate(self.plan("actor", shape.actors, room, central=shape.central))
         self.cluster.time.say(f"{self.name} has the actors {self.numbers}")
         self.start({"relay": self._make_relay, **self.actor_makers(self.numbers)})
 
     def _make_relay(self, process: Process) -> Any:
         cluster, memory, shape = self.cluster, self.attach(), self.cluster.shape
         plan, store, source = memory.plan, memory.store(), memory.experience_source()
-        links = [self.link(process, "relay", s, actors=plan.actors) for s in range(shape.shards)]
+        links = [
+            self.link(process, "relay", s, cluster.form, plan.actors) for s in range(shape.shards)
+        ]
         link = links[0]
 
         def check(welcome: Any, channel: int) -> None:
@@ -639,7 +619,7 @@ class ActorMachine(Host):
             report=StatsSender(link, blocks, clock_s=cluster.clock_s).do_work,
             ended=lambda: False,
         )  # fmt: skip
-        return RelayRole(relay, intake, outbox)
+        return SimpleNamespace(do_work=relay.do_work, intake=intake, outbox=outbox)
 
     def _look(self, process: Process) -> None:
         if process.name == "relay":
@@ -649,40 +629,19 @@ class ActorMachine(Host):
             )
 
 
-@dataclass
-class Worker:
-    """A function as a role."""
-
-    do_work: Callable[[], int]
-
-
-@dataclass
-class RelayRole:
-    """A relay, and what the checker looks at."""
-
-    relay: Relay
-    intake: Intake
-    outbox: Outbox
-
-    def do_work(self) -> int:
-        return self.relay.do_work()
-
-
 class LearnerMachine(Host):
     """The learner."""
 
     def begin(self) -> None:
         shape = self.cluster.shape
-        actors = shape.all_actors
-        self.allocate(
-            self.plan("learner", actors=actors, streams=actors * STREAMS, capacity=shape.capacity,
-                      central=False)
-        )  # fmt: skip
+        self.allocate(self.plan("learner", shape.all_actors, shape.capacity))
         self.start({"learner": self._make_learner})
 
     def _make_learner(self, process: Process) -> Any:
         cluster, memory = self.cluster, self.attach()
-        links = [self.link(process, "learner", shard) for shard in range(cluster.shape.shards)]
+        links = [
+            self.link(process, "learner", s, cluster.form) for s in range(cluster.shape.shards)
+        ]
         link = links[0]
         sources = [ZmqSampleSource(one, BETA) for one in links]
         source: Any = sources[0]
@@ -703,7 +662,7 @@ class LearnerMachine(Host):
                 linked.chores = [*(one.do_work for one in links), sender.do_work]
             return work
 
-        linked.role = Worker(wait)
+        linked.role = SimpleNamespace(do_work=wait)
         return linked
 
 
@@ -716,7 +675,7 @@ class Cluster:
         self.net = Network(time, copies=shape.copies, places=shape.places)
         self.orders = memoryview(bytearray(8 * steps.WORDS)).cast("q")
         self.is_over = False
-        self.turn_s, self.idle_s = time.rng.choice(((0.02, 0.1), (0.1, 0.2), (0.2, 0.4)))
+        self.turn_s, self.idle_s = time.rng.choice(((0.05, 0.1), (0.1, 0.2), (0.2, 0.4)))
         layout = ReplayLayout(
             SCHEMA, shape.capacity, shape.all_actors * STREAMS, CHUNK
         ).chunk_layout

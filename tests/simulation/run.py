@@ -51,7 +51,7 @@ def faults_of(seed: int) -> list[Fault]:
     """A run's faults. Some runs have few, so that others are not hidden by them."""
     rng = random.Random(f"faults {seed}")
     kinds = rng.sample(list(KINDS), rng.randint(1, len(KINDS)))
-    many = rng.choice((1, 5, 20, 60))
+    many = rng.choice((3, 15, 30, 60))
     chosen = rng.choices(kinds, [KINDS[kind] for kind in kinds], k=many)
     faults = [
         Fault(rng.uniform(0, FAULTY_S), kind, tuple(rng.random() for _ in range(4)))

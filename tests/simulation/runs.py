@@ -1,8 +1,12 @@
 """Many runs: shows one, looks for one that fails, and makes a failure small."""
 
 import json
+import os
+import sys
 import time
+from collections.abc import Sequence
 
+from tests.simulation import source
 from tests.simulation.run import Fault, Outcome, run
 
 
@@ -69,3 +73,33 @@ def explore(first: int, minutes: float) -> int:
         f"{seed - first} seeds from {first} on, {simulated_s:.0f} simulated seconds in {real_s:.0f}"
     )
     return 0
+
+
+def find_planted(names: Sequence[str], cpu_s: float) -> int:
+    """Plant each fault of faults/ in a process of its own, and look for a seed that finds it."""
+    run(1)  # loads every kernel, before the forks
+    missed = []
+    for name in names or source.faults():
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            os._exit(_find_one(name, cpu_s))
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            missed.append(name)
+    print(json.dumps({"planted": len(names or source.faults()), "missed": missed}))
+    return int(bool(missed))
+
+
+def _find_one(name: str, cpu_s: float) -> int:
+    source.plant(name)
+    began, seed = time.process_time(), 0
+    while time.process_time() < began + cpu_s:
+        seed += 1
+        outcome = run(seed)
+        if outcome.violation:
+            used_s = time.process_time() - began
+            print(f"{name}: seed {seed}, {used_s:.1f} CPU seconds: {outcome.violation[:90]!r}")
+            sys.stdout.flush()
+            return 0
+    print(f"{name}: NOT FOUND by {seed} seeds", flush=True)
+    return 1

@@ -1,12 +1,14 @@
-"""zapex with its named steps as calls, and with a planted fault where one is asked for.
+"""Planted faults: what is changed in zapex to see whether the simulation finds it.
 
 A planted fault is a file in faults/: the module, what is there, a line of three dashes, and what is
-in its place. It is applied to the text of the module that is compiled, never to the file.
+in its place. The function that it is in gets the changed code, in this process alone.
 """
 
-import hashlib
-import sys
+import ast
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
+from types import CodeType
 from typing import Any
 
 from tests.stress import steps
@@ -18,7 +20,7 @@ FAULTS = Path(__file__).parent / "faults"
 def fault(name: str) -> tuple[str, str, str]:
     """The module of a planted fault, what is in it, and what is there instead."""
     module, _, change = (FAULTS / f"{name}.txt").read_text().partition("\n")
-    before, after = change.rstrip("\n").split("\n---\n")
+    before, after = change.removesuffix("\n").split("\n---\n")
     return module, before, after
 
 
@@ -27,35 +29,31 @@ def faults() -> list[str]:
     return sorted(path.stem for path in FAULTS.glob("*.txt"))
 
 
-def install(planted: str | None = None) -> None:
-    """As steps.install: before the first import of zapex."""
-    if planted is not None:
-        _plant(planted)
-    steps.install()
-    if planted is not None:
-        from zapex.machine import jit
-
-        if jit.CACHE_DIRECTORY is not None:
-            text = (FAULTS / f"{planted}.txt").read_bytes()
-            digest = hashlib.sha256(text).hexdigest()[:8]
-            if b"_kernel" in text or b"headers" in text:
-                jit.CACHE_DIRECTORY = jit.CACHE_DIRECTORY.with_name(f"planted-{digest}")
-
-
-def _plant(name: str) -> None:
+def plant(name: str) -> None:
+    """From now on this process runs the changed code."""
     module, before, after = fault(name)
-    get_code = steps._Loader.get_code
+    path = Path(str(import_module(module).__file__))
+    text = path.read_text()
+    assert text.count(before) == 1, f"{name}: not one place in {module}"
+    line = text[: text.index(before)].count("\n") + 1
+    function = _function_at(ast.parse(text), line)
+    changed = compile(steps.with_calls(text.replace(before, after)), str(path), "exec")
+    found: Any = resolve_name(f"{module}:{function}")
+    found = getattr(found, "fget", found)
+    found.__code__ = _code_of(changed, function)
 
-    class Planted(steps._Loader):
-        def get_code(self, fullname: str) -> Any:
-            text = Path(self.path).read_text(encoding="utf-8")
-            if fullname != module:
-                return get_code(self, fullname)
-            assert text.count(before) == 1, f"{name}: not one place in {module}"
-            text = steps.with_calls(text.replace(before, after))
-            return compile(text, self.path, "exec", dont_inherit=True)
 
-    steps._Loader = Planted  # type: ignore[misc]
-    found = steps.markers
-    steps.markers = lambda: {**found(), module: found().get(module, [])}
-    assert module not in sys.modules
+def _function_at(tree: ast.Module, line: int) -> str:
+    """The function or method of a line; a function within one belongs to that one."""
+    for node in tree.body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        for one in inside:
+            if isinstance(one, ast.FunctionDef) and one.lineno <= line <= (one.end_lineno or 0):
+                return f"{node.name}.{one.name}" if isinstance(node, ast.ClassDef) else one.name
+    raise AssertionError(f"line {line} is in no function")
+
+
+def _code_of(code: CodeType, function: str) -> CodeType:
+    for name in function.split("."):
+        (code,) = (c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+    return code

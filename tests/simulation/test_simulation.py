@@ -36,8 +36,7 @@ def test_every_planted_fault_is_one_change_of_a_module() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", source.faults())
-def test_a_planted_fault_is_found(name: str) -> None:
-    done = simulate("--plant", name, "--minutes", 10, "--first", 1)
-    assert "FAILED" in done.stdout, done.stdout + done.stderr
+@pytest.mark.timeout(7200)
+def test_every_planted_fault_is_found() -> None:
+    done = simulate("--planted")
+    assert done.returncode == 0, done.stdout + done.stderr
