@@ -33,6 +33,7 @@ READERS = {
     "stop run": "[snapshot.json] [.lock]",
     "eval run --episodes 1": f"config.toml {CHECKPOINT}",
     "export run --onnx x.onnx": f"config.toml {CHECKPOINT}",
+    "card run": f"config.toml {CHECKPOINT} metrics.jsonl",
     "train --resume run": f"config.toml {CHECKPOINT} metrics.jsonl",
     "config --config run/config.toml": "config.toml",
     "status job": "launch.json run.toml",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import zapex
-from zapex.cli import balance, hosts, launch, play, runs, saved, train
+from zapex.cli import balance, card, hosts, launch, play, runs, saved, train
 from zapex.config.words import did_you_mean
 from zapex.errors import CheckpointError, ConfigError, ZapexError
 from zapex.machine.child import LostInCallbacks
@@ -207,6 +207,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "watch": (runs.watch, "Watch a run from another terminal"),
     "eval": (play.command, "Evaluate a run's saved network"),
     "export": (saved.command, "Export a run's network as ONNX, or its games to Minari"),
+    "card": (card.command, "Write a folder that publishes a run, with a model card"),
     "plot": (runs.plot, "Compare scores and curves of runs over their seeds"),
     "compare": (runs.compare, "Show the settings in which runs differ"),
     "replay": (partial(hosts.command, "replay"), "Many hosts: keep and serve the experience"),
