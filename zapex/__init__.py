@@ -39,7 +39,7 @@ from zapex.version import __version__
 
 if TYPE_CHECKING:
     from zapex import errors as errors
-    from zapex.chunks.batch import Batch
+    from zapex.chunks.batch import Batch, SequenceBatch
     from zapex.chunks.schema import Column, Schema
     from zapex.cli.from_python import TrainConfig, train
     from zapex.cli.saved import SavedPolicy, load_policy
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch", "Column", "PrioritizedReplay", "Report", "Result", "SavedPolicy", "Schema",
-    "TrainConfig", "Writer", "__version__", "connect", "launch", "load_policy", "train",
+    "SequenceBatch", "TrainConfig", "Writer", "__version__", "connect", "launch", "load_policy",
+    "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     "Result": "watch.report",
     "SavedPolicy": "cli.saved",
     "Schema": "chunks.schema",
+    "SequenceBatch": "chunks.batch",
     "TrainConfig": "cli.from_python",
     "Writer": "library.writer",
     "connect": "library.connect",

@@ -24,7 +24,8 @@ SCHEMA = Schema(
 PLAIN = Schema({"obs": Column((8,), np.float32), "action": Column((), np.int64)}, n_step=1)
 FOR_USERS = {
     "can_sample", "close", "core", "empty_batch", "extend", "extend_from", "handle", "links",
-    "load", "sample", "save", "schema", "stats", "update_priorities", "writer",
+    "load", "sample", "sample_sequences", "save", "schema", "stats", "update_priorities",
+    "update_sequences", "writer",
 }  # fmt: skip
 
 

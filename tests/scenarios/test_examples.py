@@ -73,6 +73,7 @@ def test_the_cartpole_example_learns(name):
     [
         ("cartpole_dqn", "--total-steps 1500 --learning-starts 200", "mean return of the last"),
         ("sac_pendulum", "--total-steps 600 --learning-starts 200", "mean return of the last"),
+        ("r2d2", "--max-seconds 5", "best mean return"),
         ("cartpole_two_processes", "--total-steps 900 --learning-starts 200", "updates"),
         ("own_env", "--max-frames 1500", "first move"),
         ("own_env", "--max-frames 1500 --whole", "first move"),

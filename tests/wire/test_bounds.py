@@ -66,7 +66,7 @@ def refuses(message: RawMessage, got: object = "", form: Form | None = FORM) -> 
         ("publish", "value", [1, MAX_COUNT - 1], [0, MAX_COUNT]),
         ("stats", "number", [m.REPLAY, MAX_ACTORS - 1], [m.REPLAY - 1, MAX_ACTORS]),
         ("error", "number", [1, len(m.Fault)], [0, len(m.Fault) + 1]),
-        ("call", "number", [1], [0, m.Request.KEYS + 1]),
+        ("call", "number", [1], [0, m.Request.SEQUENCES + 1]),
         ("call", "rows", [2], [0, 3]),
         ("reply", "number", [0, len(TELLABLE)], [-1, len(TELLABLE) + 1]),
         ("pull", "sequence", [0, MAX_COUNT - 1], [-1, MAX_COUNT]),
@@ -97,7 +97,7 @@ def test_a_word_of_the_header_has_its_range(
         *((name, [bytes(n)]) for name in ("params", "publish") for n in (7, 9)),
         *((name, [bytes(31)]) for name in ("welcome", "ack")),
         ("push", []),
-        ("reply", [bytes(m.MAX_REPLY_BYTES + 1)]),
+        ("reply", [bytes((1 << 18) + 1)]),
     ],
 )
 def test_a_body_has_its_parts_and_bytes(name: str, body: list[bytes]) -> None:

@@ -95,7 +95,7 @@ def test_every_kind_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", examples())
-def test_golden_bytes_of_version_3(name: str) -> None:
+def test_golden_bytes_of_version_4(name: str) -> None:
     """A change of any byte is a new version: golden files are never written anew."""
     golden = (GOLDEN / f"{name}.bin").read_bytes()
     assert joined(m.encode(examples()[name])) == golden
@@ -205,7 +205,7 @@ def test_another_schema_is_refused_with_both_hashes() -> None:
 def test_another_version_is_refused_with_both_versions() -> None:
     parts = [bytes(p) for p in m.encode(m.Bye())]
     parts[0] = parts[0][:4] + b"\x02\x00" + parts[0][6:]
-    with pytest.raises(BadMessage, match="version 3, the peer version 2"):
+    with pytest.raises(BadMessage, match="version 4, the peer version 2"):
         m.decode(parts, FORM)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.layout import BatchLayout
+from zapex.chunks.layout import BatchLayout, SequenceLayout
 from zapex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Batch(Mapping[str, Any]):
         fresh: chunks that this batch is the first to need on a device (device_frames.py).
     """
 
+    _usual: ClassVar[tuple[str, ...]] = _USUAL
     layout: BatchLayout
     memory: NDArray[np.uint8]
     _pinned: Any = None
@@ -58,11 +59,11 @@ class Batch(Mapping[str, Any]):
 
     def __post_init__(self) -> None:
         columns = _by_root(self.layout.views(self.memory))
-        usual = {name: columns[name] for name in _USUAL if name in columns}
+        usual = {name: columns[name] for name in self._usual if name in columns}
         self.__dict__.update(usual, columns=columns, fresh=[])
 
     @classmethod
-    def empty(cls, layout: BatchLayout, pin_memory: bool = False, *, zeroed: bool = True) -> Batch:
+    def empty(cls, layout: BatchLayout, pin_memory: bool = False, *, zeroed: bool = True) -> Self:
         """Allocate memory for a batch.
 
         Args:
@@ -85,12 +86,12 @@ class Batch(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has one block, too: copied one by one, its columns would be apart from it.
-        return _copied, (self.layout, self.memory, self.fresh)
+        return _copied, (type(self), self.layout, self.memory, self.fresh)
 
     def __repr__(self) -> str:
         views = self.layout.views(self.memory).items()
         columns = ", ".join(f"{name} {array.dtype} {array.shape[1:]}" for name, array in views)
-        return f"<Batch of {self.layout.batch_size} rows: {columns}>"
+        return f"<{type(self).__name__} of {self.layout.batch_size} rows: {columns}>"
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -144,8 +145,43 @@ def _unknown(name: str, columns: Iterable[str]) -> str:
     return f"a batch has no {name!r}; its columns are {', '.join(columns)}"
 
 
-def _copied(layout: BatchLayout, memory: NDArray[np.uint8], fresh: list[Any]) -> Batch:
-    batch = Batch.empty(layout, zeroed=False)
+@dataclass(frozen=True, eq=False, repr=False)
+class SequenceBatch(Batch):
+    """B sequences of T consecutive steps, as arrays over one block of memory.
+
+    T is burn-in plus length. A sequence ends early at the end of its episode, and at the newest
+    step of its stream. `valid` masks the steps that it has; everything after them is zero. If a
+    sequence was overwritten while it was copied, it has no steps, the weight 0 and the key -1.
+    Otherwise it is used like a Batch.
+
+    Attributes:
+        obs: (B, T + n_step + stack - 1, *frame) frames, each once. Observation t is the frames t to
+            t + stack - 1; those after the T steps are for the bootstrap. With PyTorch,
+            `obs.unfold(1, stack, 1)` is a view of all observations, with the stack at the end.
+        action: (B, T, ...) actions; any extra column likewise, such as a recurrent state.
+        reward: (B, T) float32 n-step returns.
+        discount: (B, T) float32 factors of the bootstrap.
+        bootstrap: (B, T) int64, the observation that a step's reward and discount lead to.
+        valid: (B, T) bool, the mask of the steps that there are: the first ones.
+        reset: (B,) bool, sequences that begin with the first step of an episode.
+        weights: (B,) float32 importance weights.
+        keys: (B,) int64, of the first steps.
+        indices: (B,) int64, their places in the memory.
+        spans: (B,) int64, how many steps a sequence stands for: those before the next one's start.
+    """
+
+    _usual: ClassVar[tuple[str, ...]] = (*_USUAL, "bootstrap", "valid", "reset", "spans")
+    layout: SequenceLayout
+    bootstrap: NDArray[np.int64] = field(init=False)
+    valid: NDArray[np.bool_] = field(init=False)
+    reset: NDArray[np.bool_] = field(init=False)
+    spans: NDArray[np.int64] = field(init=False)
+
+
+def _copied(
+    kind: type[Batch], layout: BatchLayout, memory: NDArray[np.uint8], fresh: list[Any]
+) -> Batch:
+    batch = kind.empty(layout, zeroed=False)
     batch.memory[:] = memory
     batch.fresh.extend(fresh)
     return batch

@@ -16,6 +16,7 @@ private memory. If there is no free slot, it stops before the stream that needs 
 continues with that stream.
 """
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from zapex.chunks.layout import (
     COUNT,
     HEADER_WORDS,
     INCARNATION,
+    LINKED,
+    LINKS_APART,
     NO_FRAME,
     SEQUENCE,
     STATE,
@@ -59,7 +62,7 @@ NO_SLOT = -1
 NOT_GIVEN = np.float32(-1.0)  # in the priority column: the actor gave no priority
 
 BUILDER = writer_words(
-    "actor incarnation first_stream closed_state max_age finite_rewards step_bytes num_streams "
+    "actor incarnation linked closed_state max_age finite_rewards step_bytes num_streams "
     "sequence spares slotless closed completed ended "
     # The starts of the parts: arrays of words, then of bytes.
     "streams pending_frames pending_numbers gammas spare_slots closed_slots "
@@ -68,6 +71,7 @@ BUILDER = writer_words(
 )
 _STREAM_STATE = words(
     "slot rows frames pending limit age overlap in_episode "
+    "number fresh "  # what STREAM gets; whether the next row is the first one of its episode
     # The starts of the stream's own parts: frame numbers of s_tm1 of each pending step and of s_t,
     # (n + 1, stack); the numbers of the steps, (n, 3); their staged records; kept frames (bytes).
     "pending_frames pending_numbers pending_records kept_frames"
@@ -127,7 +131,6 @@ def _close(i: int, w: Any, stream: Any, state: Any, mem: Any) -> None:
     headers[header + ACTOR] = w.actor
     headers[header + INCARNATION] = w.incarnation
     headers[header + SEQUENCE] = w.sequence
-    headers[header + STREAM] = w.first_stream + i
     w.sequence += 1
     # STEP chunk-stamped
     # SYNC chunk-whole: commit (release state) -> the replay's accept (acquire state)
@@ -137,6 +140,7 @@ def _close(i: int, w: Any, stream: Any, state: Any, mem: Any) -> None:
     w.closed += 1
     stream.slot = NO_SLOT
     stream.limit = w.chunk
+    stream.number += 2 * w.linked
     w.slotless += 1
 
 
@@ -206,7 +210,7 @@ def begin_kernel(start: int, mask: Any, obs: Any, state: Any, mem: Any) -> int:
                 stream.frames = frame + 1
                 put_frame(w, state, mem, body, frame, obs, i, j)
             state[stream.pending_frames + j] = frame
-        stream.in_episode = 1
+        stream.in_episode = stream.fresh = 1
     return len(mask)
 
 
@@ -267,6 +271,10 @@ def _emit(
         mem16[next_obs + row * w.stack + j] = state[s_t + j]
     record = stream.pending_records + q * w.step_bytes
     put_step(w, state, mem, body, row, private, record)
+    if row == 0:
+        place = stream.slot * HEADER_WORDS + STREAM
+        mem.view(np.int64)[place] = stream.number + stream.fresh * w.linked
+    stream.fresh = 0
     state[w.completed_indices + w.completed] = stream.slot * w.chunk + row
 
 
@@ -425,6 +433,7 @@ class ChunkBuilder:
 
     closed_state: the state of a closed slot: COMMITTED if the replay is in another process, LIVE
     if it is in this one. finite_rewards: refuse rewards whose return might be no finite float32.
+    linked: chunks of a stream are linked (layout.py), so that sequences are found.
     """
 
     def __init__(
@@ -438,6 +447,7 @@ class ChunkBuilder:
         max_chunk_age_steps: int = 0,
         closed_state: int = COMMITTED,
         finite_rewards: bool = False,
+        linked: bool = False,
         stagger: bool = True,
     ) -> None:
         schema = store.layout.schema
@@ -450,7 +460,7 @@ class ChunkBuilder:
         words = {
             "actor": actor,
             "incarnation": incarnation,
-            "first_stream": first_stream,
+            "linked": linked,
             "closed_state": closed_state,
             "max_age": max_chunk_age_steps,
             "finite_rewards": finite_rewards,
@@ -475,6 +485,11 @@ class ChunkBuilder:
         }
         self._state, views = new_state(store, BUILDER, words, parts)
         streams = views["streams"]
+        # A random start: writers of several processes need not know each other's.
+        first, apart = (
+            (LINKED | secrets.randbits(59) & -2, LINKS_APART) if linked else (first_stream, 1)
+        )
+        streams["number"] = first + apart * np.arange(s)
         for own, part in (
             ("pending_frames", "pending_frames"),
             ("pending_numbers", "pending_numbers"),

@@ -25,6 +25,10 @@ from zapex.machine.memory import RecordType, Section, lay_out, words
 
 NO_FRAME = 0xFFFF
 MAX_CHUNK = 256  # a key has 8 bits for the offset in a chunk
+# A link names a chunk in its stream: 2 * its number, and 1 if its first row begins an episode.
+# The next chunk of the stream has the next number. Numbers of two streams are far apart.
+LINKED = 1 << 60
+LINKS_APART = 1 << 32
 
 # The words of a slot header: one int64 each, two cache lines for each slot.
 HEADER_WORDS = 16
@@ -37,7 +41,7 @@ HEADER_WORDS = 16
     COMMIT_SEQUENCE,
     GRANT_SEQUENCE,
     COUNT,
-    STREAM,
+    STREAM,  # its number; of chunks that a writer of the library fills, the link (LINKED or more)
     HOST,  # the actor's host, if the chunk came over a network
     AGE_WEIGHT,  # with recency, a factor of its leaves: the bits of a float64 below 1
 ) = range(11)
@@ -162,3 +166,51 @@ class BatchLayout:
         """Whether a column's stack is innermost in memory, but first in its space's shape."""
         column = self.schema.obs_columns.get(name.removeprefix("next_"))
         return column is not None and self._stack_innermost(column) and column.stack_axis == 0
+
+
+@dataclass(frozen=True)
+class SequenceLayout(BatchLayout):
+    """The layout of the one block of memory that holds a batch of sequences.
+
+    An observation column of `stack` frames has each frame once: (sequences, steps + n_step + stack
+    - 1, *frame). Observation t is the frames t to t + stack - 1.
+
+    steps: of each sequence, with the burn-in. burn_in: its first steps, which only make a state.
+    """
+
+    steps: int = 1
+    burn_in: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise SchemaError(f"a batch has at least one sequence, got {self.batch_size}")
+        schema, rows, steps = self.schema, self.batch_size, self.steps
+        wanted: list[tuple[str, tuple[int, ...], DTypeLike]] = [
+            (name, (rows, steps + schema.n_step + c.stack - 1, *c.shape), c.dtype)
+            for name, c in schema.obs_columns.items()
+        ]
+        wanted += [
+            (name, (rows, steps, *c.shape), c.dtype) for name, c in schema.step_columns.items()
+        ]
+        own: list[tuple[str, tuple[int, ...], DTypeLike]] = [
+            ("reward", (rows, steps), np.float32),
+            ("discount", (rows, steps), np.float32),
+            ("bootstrap", (rows, steps), np.int64),
+            ("valid", (rows, steps), np.bool_),
+            ("reset", (rows,), np.bool_),
+            ("weights", (rows,), np.float32),
+            ("keys", (rows,), np.int64),
+            ("indices", (rows,), np.int64),
+            ("spans", (rows,), np.int64),
+        ]
+        taken = sorted(schema.columns.keys() & {name for name, *_ in own})
+        if taken:
+            raise SchemaError(f"a batch of sequences has columns {taken} of its own: rename yours")
+        sections, nbytes = lay_out([*wanted, *own])
+        object.__setattr__(self, "sections", sections)
+        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "_moved", ())
+
+    def moves_stack(self, name: str) -> bool:
+        """Never: frames follow each other in time."""
+        return False

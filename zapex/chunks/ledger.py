@@ -31,6 +31,7 @@ from zapex.chunks.layout import (
     INCARNATION,
     LIVE,
     STATE,
+    STREAM,
 )
 from zapex.chunks.store import ChunkStore, set_state_kernel
 from zapex.machine.atomics import fence_release, load_acquire, store_release
@@ -52,7 +53,7 @@ def _evict_kernel(headers: Any, slot: int) -> None:
 @kernel
 def _open_kernel(headers: Any, slot: int, commit_sequence: int) -> None:
     header = slot * HEADER_WORDS
-    for word in (ACTOR, INCARNATION, COUNT, GRANT_SEQUENCE):
+    for word in (ACTOR, INCARNATION, COUNT, GRANT_SEQUENCE, STREAM):
         headers[header + word] = 0
     headers[header + COMMIT_SEQUENCE] = commit_sequence
     store_release(headers, header + STATE, LIVE)

@@ -46,6 +46,7 @@ from zapex.chunks.layout import (
     STATE,
     BatchLayout,
     ChunkLayout,
+    SequenceLayout,
 )
 from zapex.errors import ConfigError, SharedMemoryError
 from zapex.machine.atomics import (
@@ -96,6 +97,7 @@ class ChunkStore:
         self.headers = self.header_rows.reshape(-1)
         self._arguments: dict[tuple[int, int], tuple[BatchLayout, GatherArguments]] = {}
         self._columns: dict[str, NDArray[Any]] = {}
+        self.plans: dict[SequenceLayout, NDArray[np.int64]] = {}  # of sequences.py
 
     @staticmethod
     def required_bytes(layout: ChunkLayout, slots: int) -> int:

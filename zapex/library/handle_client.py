@@ -16,9 +16,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.batch import Batch
+from zapex.chunks.batch import Batch, SequenceBatch
 from zapex.chunks.store import ChunkStore
-from zapex.errors import PeerDied, PeerError, PeerTimeout, told
+from zapex.errors import ConfigError, PeerDied, PeerError, PeerTimeout, told
 from zapex.library.client import Answer, ProcessLock, ReplayClient
 from zapex.library.handle import (
     BELL_BYTES,
@@ -32,6 +32,7 @@ from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS
+from zapex.replay.sequences import Sequences, gather, most_pieces, weigh
 from zapex.shm_transport import Caller
 from zapex.sumtree_numba import Method
 from zapex.wire.messages import Request
@@ -285,6 +286,18 @@ class HandleClient(ReplayClient):
             draw = link.calls.draw(rows)
             self.torn += draw.gather(link.store, batch, beta, by_memory=by_memory)
             link.calls.release()  # now slots that were evicted meanwhile may be filled again
+
+    def _draw_sequences(self, batch: SequenceBatch, asked: Sequences, beta: float) -> None:
+        link, rows = self._link, batch.layout.batch_size
+        pieces = most_pieces(asked.steps, link.layout.chunk)
+        if rows * pieces > MOST_ROWS:
+            raise ConfigError(f"at most {MOST_ROWS // pieces} such sequences at once, got {rows}")
+        with link.lock:
+            link.call(Request.SEQUENCES, rows, asked.option)
+            draw = link.calls.draw(rows * pieces)
+            self.torn += gather(draw, link.store, batch, asked.stride)
+            weigh(batch, draw.leaves[::pieces], beta)
+            link.calls.release()
 
     def _ask(self, what: Request, rows: int = 0) -> Answer:
         return self._link.ask(what, rows)

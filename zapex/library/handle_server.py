@@ -37,6 +37,7 @@ from zapex.library.handle import (
 from zapex.machine.segment import Populator, Segment, peer_of, send_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS, Draw
+from zapex.replay.sequences import Sequences, most_pieces
 from zapex.roles.intake import Reclaimer
 from zapex.shm_transport import Answerer
 from zapex.transport import Incarnation
@@ -149,6 +150,7 @@ class HandleServer:
         self._stopping = False
         self._handlers: dict[int, _Handler] = {
             Request.SAMPLE: self._sample,
+            Request.SEQUENCES: self._sequences,
             Request.UPDATE: self._update,
             Request.STATS: self._stats,
             Request.CAN_SAMPLE: self._can_sample,
@@ -307,7 +309,7 @@ class HandleServer:
         try:
             if kind not in self._handlers:
                 raise PeerError(f"there is no request of kind {kind}")
-            if kind != Request.SAMPLE:
+            if kind not in (Request.SAMPLE, Request.SEQUENCES):
                 link.answer = 0
             found = self._handlers[kind](link, rows, option)
             if found is None:
@@ -333,9 +335,19 @@ class HandleServer:
             return None
         self._check_rows(rows)
         method = METHODS[option // 2 % len(METHODS)]
-        draw = replay.draw_counted(rows, method, bool(option % 2))
-        replay.issued += 1
-        link.answer = replay.issued
+        return self._issued(link, replay.draw_counted(rows, method, bool(option % 2)))
+
+    def _sequences(self, link: OwnerLink, rows: int, option: int) -> Draw | None:
+        replay, asked = self._replay, Sequences.of_option(option)
+        self._check_rows(rows * most_pieces(asked.steps, replay.layout.chunk))
+        if self._must_wait(link, replay.sample_waits(rows * asked.length), NotEnoughData):
+            return None
+        return self._issued(link, replay.draw_sequences(rows, asked))
+
+    def _issued(self, link: OwnerLink, draw: Draw) -> Draw:
+        """Note that the client reads these rows until its next request."""
+        self._replay.issued += 1
+        link.answer = self._replay.issued
         return draw
 
     def _update(self, link: OwnerLink, rows: int, option: int) -> tuple[int, int]:

@@ -30,8 +30,9 @@ from zapex.chunks.arguments import (
     observations,
     stage,
     whole,
+    within,
 )
-from zapex.chunks.batch import Batch
+from zapex.chunks.batch import Batch, SequenceBatch
 from zapex.chunks.builder import flat_observations
 from zapex.chunks.layout import BatchLayout
 from zapex.chunks.packer import TransitionPacker
@@ -39,6 +40,7 @@ from zapex.chunks.schema import Schema
 from zapex.errors import ConfigError, ReplayError, SchemaError
 from zapex.library.writer import Autoreset, Writer
 from zapex.replay.draw import METHODS
+from zapex.replay.sequences import MOST_STEPS, Sequences, mixed_priorities
 from zapex.sumtree_numba import Method
 
 if TYPE_CHECKING:
@@ -315,6 +317,89 @@ class ReplayInterface:
         self._draw(out, beta, method, normalise == "memory")
         return out
 
+    def sample_sequences(
+        self,
+        n: int,
+        length: int,
+        *,
+        burn_in: int = 0,
+        stride: int = 0,
+        beta: float = 0.4,
+        out: SequenceBatch | None = None,
+    ) -> SequenceBatch:
+        """Draw sequences of consecutive steps by priority, for recurrent networks.
+
+        Sequences start at the first step of an episode, and of a chunk, and at every `stride`-th
+        step after that. The probability of a sequence is the sum of the leaves of the steps before
+        the next start. It ends with its episode; `valid` of the batch masks the rest. Only steps of
+        a `writer` make sequences.
+
+        Args:
+            n: how many, B.
+            length: steps to train on.
+            burn_in: steps before these, which only bring the network's state up to date
+                (Kapturowski et al. 2019, sec. 3). They come first, so a batch has burn_in + length
+                steps. A stored state of the first one is an extra column of the schema.
+            stride: steps between two starts; 0: half of the length.
+            beta: exponent of the importance weights, as in `sample`; the largest one is 1.
+            out: a batch of an equal earlier call, to fill again; None allocates a new one.
+
+        Returns:
+            `out`, or a new SequenceBatch.
+
+        Raises:
+            NotEnoughData: there are fewer than `min_size_to_sample` transitions, or the limiter
+                (which counts n * length) did not allow it within timeout_s.
+            ReplayError: the replay has rows of `extend`.
+            ConfigError: a number is out of range, or `out` is of another call.
+        """
+        length = whole(length, "length")
+        stride = whole(stride, "stride") or max(1, length // 2)
+        asked = Sequences(length, whole(burn_in, "burn_in"), stride)
+        rows = whole(n, "n")
+        if not (0.0 <= beta < math.inf and rows > 0):
+            raise ConfigError(f"n must be 1 or more and beta finite and 0 or more: {n}, {beta}")
+        if not (length > 0 and asked.burn_in >= 0 and stride > 0 and asked.steps <= MOST_STEPS):
+            raise ConfigError(
+                "length must be 1 or more, burn_in and stride 0 or more, and length + burn_in at "
+                f"most {MOST_STEPS}: {length}, {burn_in}, {stride}"
+            )
+        layout = asked.layout(self.schema, rows)
+        if out is None:
+            out = SequenceBatch.empty(layout, zeroed=False)
+        elif out.layout != layout:
+            raise ConfigError(f"out is of {out.layout}, and {layout} was asked for")
+        self._draw_sequences(out, asked, beta)
+        return out
+
+    def update_sequences(
+        self, batch: SequenceBatch, td_errors: ArrayLike, eta: float = 0.9
+    ) -> tuple[int, int]:
+        """Set new priorities of sequences. On an error nothing has changed.
+
+        A sequence's priority is eta max |delta| + (1 - eta) mean |delta| over its valid steps after
+        the burn-in (Kapturowski et al. 2019, sec. 2.3). Each of the steps that it stands for
+        (`spans`) gets this priority.
+
+        Args:
+            batch: of `sample_sequences`.
+            td_errors: (B, length) TD errors delta; those of masked steps are ignored.
+            eta: the weight of the maximum, 0 to 1.
+
+        Returns:
+            Of how many steps the priority was set, and how many were evicted.
+
+        Raises:
+            InvalidPriority: a TD error of a valid step is NaN or infinite.
+            ConfigError: eta is out of range.
+            SchemaError: a wrong shape or dtype.
+        """
+        eta = within(eta, "eta", 0.0, 1.0)
+        layout = batch.layout
+        shape = layout.batch_size, layout.steps - layout.burn_in
+        errors = column(as_array(td_errors, "td_errors"), FLOAT64, shape, "td_errors")
+        return self._update(*mixed_priorities(batch, errors, eta))
+
     def can_sample(self, batch_size: int) -> bool:
         """Whether `sample(batch_size)` would return at once."""
         raise NotImplementedError
@@ -390,6 +475,10 @@ class ReplayInterface:
 
     def _draw(self, batch: Batch, beta: float, method: Method, by_memory: bool) -> None:
         """Fill `batch`. by_memory: divide its weights by the memory's largest weight."""
+        raise NotImplementedError
+
+    def _draw_sequences(self, batch: SequenceBatch, asked: Sequences, beta: float) -> None:
+        """Fill `batch`."""
         raise NotImplementedError
 
     def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:

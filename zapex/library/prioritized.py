@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.chunks.arguments import MOST_TIMEOUT_S, whole, within
-from zapex.chunks.batch import Batch
+from zapex.chunks.batch import Batch, SequenceBatch
 from zapex.chunks.layout import COUNT, FREE, HEADER_WORDS, STATE
 from zapex.chunks.schema import Schema
 from zapex.errors import CheckpointError, ConfigError, NotEnoughData, ReplayError
@@ -26,6 +26,7 @@ from zapex.machine.segment import Segment, share_in_place
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.draw import Draw
 from zapex.replay.limiter import LimiterConfig, RateLimiter
+from zapex.replay.sequences import Sequences, follow, gather, weigh
 from zapex.replay.snapshots import (
     UNORDERED_FORMAT,
     UNREADABLE,
@@ -146,6 +147,30 @@ class OwnedReplay(ReplayCore):
             draw = self.draw_counted(rows, method, by_memory)
             draw.gather(self.store, batch, beta, by_memory=by_memory)
 
+    def fill_sequences(self, batch: SequenceBatch, asked: Sequences, beta: float) -> None:
+        """Draw sequences and copy them into `batch`. Raises NotEnoughData."""
+        rows = batch.layout.batch_size
+        with self.lock:
+            self.catch_up()
+            if self._limiter is not None:
+                steps = rows * asked.length
+                self._wait_while(lambda: self.sample_waits(steps), NotEnoughData)
+            draw = self.draw_sequences(rows, asked)
+            gather(draw, self.store, batch, asked.stride)
+            weigh(batch, draw.leaves[:: len(draw.leaves) // rows], beta)
+
+    def draw_sequences(self, rows: int, asked: Sequences) -> Draw:
+        """Draw sequences, with the lock held. They count as their steps after the burn-in.
+
+        Raises NotEnoughData, ReplayError.
+        """
+        draw = self.draw(rows, with_smallest=False)
+        layout = asked.layout(self.layout.schema, rows)
+        draw = follow(draw, layout, asked.stride, self.store, self.shard, self.tree.arrays[0])
+        draw.leaves *= self._scale
+        self._count_sampled(rows * asked.length)
+        return draw
+
     def draw_counted(self, rows: int, method: Method, by_memory: bool) -> Draw:
         """Draw a batch, with the lock held. by_memory: with the smallest leaf.
 
@@ -153,11 +178,14 @@ class OwnedReplay(ReplayCore):
         """
         self.demand(rows)
         draw = self.draw(rows, method, with_smallest=by_memory)
+        self._count_sampled(rows)
+        return draw
+
+    def _count_sampled(self, rows: int) -> None:
         self.sampled += rows
         if self._limiter is not None:
             self._limiter.sample(rows)
             self._changed.notify_all()
-        return draw
 
     # For writers, with the lock held; see SlotProvider.
 
@@ -469,6 +497,9 @@ class PrioritizedReplay(ReplayInterface):
 
     def _draw(self, batch: Batch, beta: float, method: Method, by_memory: bool) -> None:
         self.core.fill(batch, beta, method, by_memory)
+
+    def _draw_sequences(self, batch: SequenceBatch, asked: Sequences, beta: float) -> None:
+        self.core.fill_sequences(batch, asked, beta)
 
     def _update(self, keys: NDArray[np.int64], priorities: NDArray[np.float64]) -> tuple[int, int]:
         with self.core.lock:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zapex.chunks.arguments import MOST_TIMEOUT_S, magnitudes
-from zapex.chunks.batch import Batch, aligned_zeros
+from zapex.chunks.batch import Batch, SequenceBatch, aligned_zeros
 from zapex.chunks.keys import NO_KEY, by_shard, with_shard, without_shard
 from zapex.chunks.layout import ACTOR, INCARNATION, SEQUENCE
 from zapex.chunks.schema import Schema
@@ -37,8 +37,10 @@ from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.shard_samples import ShardedSampleSource
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import Draw
-from zapex.replay.shards import MOST_SHARDS, Shares
+from zapex.replay.sequences import Sequences, weigh
+from zapex.replay.shards import MOST_SHARDS, Shares, share_out
 from zapex.sumtree_numba import Method
+from zapex.wire.batches import PackedSequences
 from zapex.wire.compression import check_installed
 from zapex.wire.messages import PRESENT, SMALL, Bye, Call, Reply, Request, Welcome, most_rows
 from zapex.wire.protocol import Form, Kind
@@ -409,7 +411,7 @@ class UrlClient(ReplayClient):
             raise
         sources = [replay.source for replay in self._replays]
         self._source: ZmqSampleSource | ShardedSampleSource = sources[0]
-        self._shares = Shares(1)
+        self._shares, self._rng = Shares(1), np.random.default_rng()
         if self._several:
             self._source = ShardedSampleSource(
                 sources,
@@ -529,6 +531,45 @@ class UrlClient(ReplayClient):
             source.request(rows, method)
         self._wait(drawn, "a batch")
         return draws[0]
+
+    def _draw_sequences(self, batch: SequenceBatch, asked: Sequences, beta: float) -> None:
+        rows, form = batch.layout.batch_size, form_of(self._replays[0].layout)
+        most, leaves, done = PackedSequences.most(form, asked), np.empty(rows), 0
+        with self._lock:
+            self._replays[0].link.check()
+            while done < rows:  # again for what a replay that went away has not drawn
+                calls = self._ask_for_sequences(rows - done, most, asked)
+                replies = self._replies([(shard, one) for shard, _, one in calls])
+                for (shard, known, one), reply in zip(calls, replies, strict=True):
+                    if reply is None:
+                        continue
+                    packed, end = PackedSequences(form, one.call.rows, asked), done + one.call.rows
+                    found, total = packed.unpack(reply.body, batch, done)
+                    leaves[done:end] = found * (known / total if self._several else 1.0)
+                    batch.keys[done:end] = with_shard(batch.keys[done:end], shard)
+                    replay = self._replays[shard]
+                    replay.source.epoch = replay.link.welcome.epoch
+                    done = end
+        weigh(batch, leaves, beta)
+
+    def _ask_for_sequences(
+        self, rows: int, most: int, asked: Sequences
+    ) -> list[tuple[int, float, _Asked]]:
+        """Calls for so many, at most `most` in each: the shard, its known total, and the call."""
+        counts, totals = np.array([rows]), np.zeros(1)
+        if self._several:
+            self._look()
+            totals = self._shares.totals.copy()
+            if not totals.any():
+                raise self._lack(1)
+            counts = share_out(totals, rows, self._rng, "stratified")
+        calls = []
+        for shard, count in enumerate(counts.tolist()):
+            for first in range(0, count, most):
+                some = min(most, count - first)
+                one = self._replays[shard].ask(Request.SEQUENCES, some, asked.option)
+                calls.append((shard, float(totals[shard]), one))
+        return calls
 
     def _lack(self, rows: int) -> PeerTimeout | NotEnoughData:
         """Why several replays have no batch of so many rows together."""

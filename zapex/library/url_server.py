@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,10 @@ from zapex.net.sockets import listen
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import METHODS
 from zapex.replay.limiter import LimiterConfig
+from zapex.replay.sequences import Sequences
 from zapex.roles.intake import Intake
-from zapex.wire.messages import MAX_TEXT_BYTES, PRESENT, SMALL, Call, Reply, Request
+from zapex.wire.batches import PackedSequences
+from zapex.wire.messages import BULK, MAX_TEXT_BYTES, PRESENT, SMALL, Call, Reply, Request
 from zapex.wire.protocol import Kind, as_buffer
 
 _TICK_S = 0.2
@@ -186,11 +189,15 @@ def _pass_on(log: Path, said: int) -> int:
 
 
 class _Calls(End):
-    """Calls that have come, until they are answered."""
+    """Calls that have come, and when, until they are answered."""
 
-    def __init__(self) -> None:
-        self.come: list[tuple[Session, Call]] = []
-        self.handlers = {Kind.CALL: lambda session, call: self.come.append((session, call))}
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self.come: dict[tuple[Session, int], tuple[Call, float]] = {}
+        self._clock_s = clock_s
+        self.handlers = {Kind.CALL: self._take}
+
+    def _take(self, session: Session, call: Call) -> None:
+        self.come.setdefault((session, call.sequence), (call, self._clock_s()))
 
 
 class LibraryServer:
@@ -221,7 +228,7 @@ class LibraryServer:
     ) -> None:
         self.server, self._replay = server, replay
         self._timeout_s, self._clock_s = timeout_s, clock_s
-        self._sink, self._calls = ZmqSampleSink(server, replay.store, clock_s), _Calls()
+        self._sink, self._calls = ZmqSampleSink(server, replay.store, clock_s), _Calls(clock_s)
         source = ZmqExperienceSource(server, replay.store, [self._sink, self._calls])
         self._intake = Intake(source, replay, limits, streams_per_actor=credit)
         self._limiter = self._intake.limiter
@@ -229,9 +236,15 @@ class LibraryServer:
     def do_work(self) -> int:
         """Take in chunks, answer calls and requests. Returns how much it was."""
         work = self._intake.do_work(0, 0)
-        calls, self._calls.come = self._calls.come, []
-        for session, call in calls:
-            self.server.send(session, SMALL, self._reply(call))
+        calls = [
+            (key, call)
+            for key, (call, came_s) in self._calls.come.items()
+            if call.what != Request.SEQUENCES or not self._must_wait(key[0], call, came_s)
+        ]
+        for key, call in calls:
+            del self._calls.come[key]
+            channel = BULK if call.what == Request.SEQUENCES else SMALL
+            self.server.send(key[0], channel, self._reply(call))
         return work + len(calls) + sum(self._sample() for _ in range(self._sink.requests()))
 
     def ready(self) -> bool:
@@ -240,7 +253,8 @@ class LibraryServer:
 
     def wait(self, ready: Callable[[], bool]) -> bool:
         """Wait for `ready`; only shortly while a request waits for its batch."""
-        return self.server.wait(ready, 0.001 if self._sink.waits else _TICK_S)
+        waits = self._sink.waits or self._calls.come
+        return self.server.wait(ready, 0.001 if waits else _TICK_S)
 
     def close(self) -> None:
         """Stop serving."""
@@ -249,6 +263,12 @@ class LibraryServer:
     def _allows(self, rows: int) -> bool:
         # Below the minimum size the replay itself raises at once.
         return not self._limiter.open or self._limiter.can_sample(rows)
+
+    def _must_wait(self, session: Session, call: Call, came_s: float) -> bool:
+        """Whether sequences can't be drawn or sent now, and the call has time left."""
+        drawn = call.rows * Sequences.of_option(call.option).length
+        can = self.server.room(session, BULK) and self._allows(drawn)
+        return not can and self._clock_s() - came_s < self._timeout_s
 
     def _sample(self) -> bool:
         """Answer the oldest request, unless it must wait."""
@@ -281,9 +301,11 @@ class LibraryServer:
             return Reply(call.sequence, tell(error), body=as_buffer(words))
         return Reply(call.sequence, 0, a, b, as_buffer(body))
 
-    def _answer(self, call: Call) -> tuple[int, int, bytes]:
+    def _answer(self, call: Call) -> tuple[int, int, Any]:
         """Two counts and the body."""
         replay = self._replay
+        if call.what == Request.SEQUENCES:
+            return 0, 0, self._sequences(call.rows, Sequences.of_option(call.option))
         if call.what == Request.STATS:
             return len(replay), 0, json.dumps(replay.stats()).encode()
         if call.what == Request.KEYS:
@@ -297,6 +319,17 @@ class LibraryServer:
         else:  # keys of a former memory
             b = int((call.keys != NO_KEY).sum())
         return a, b, PRESENT.pack(replay.total, len(replay), replay.smallest)
+
+    def _sequences(self, rows: int, asked: Sequences) -> NDArray[np.uint8]:
+        """Sequences as `PackedSequences` says."""
+        replay, drawn = self._replay, rows * asked.length
+        if not self._allows(drawn):
+            raise NotEnoughData(f"after {self._timeout_s:g} s: {self._limiter.explain()}")
+        packed = PackedSequences(self.server.form, rows, asked)
+        draw = replay.draw_sequences(rows, asked)
+        if self._limiter.open:
+            self._limiter.sample(drawn)
+        return packed.pack(draw, replay.store)
 
     def _keys(self, actor: int, sequence: int) -> NDArray[np.int64]:
         """The keys of a chunk's transitions while it is in the memory; after that none."""

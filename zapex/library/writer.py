@@ -63,7 +63,9 @@ class Writer:
         self.num_envs, self.autoreset = num_envs, autoreset
         self._replay = replay
         self._schema = replay.layout.schema
-        self._builder = ChunkBuilder(replay.store, num_envs, closed_state=LIVE, finite_rewards=True)
+        self._builder = ChunkBuilder(
+            replay.store, num_envs, closed_state=LIVE, finite_rewards=True, linked=True
+        )
         self._any_idle = True  # some stream has no episode
         self._ever_begun = self._closed = False
         # Steps until stacks are checked, 0: in this one; and by column how often they have moved.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.batch import Batch
+from zapex.chunks.batch import Batch, SequenceBatch, aligned_zeros
 from zapex.chunks.gather import (
     FRAME_COPY,
     FRAME_COPY_WORDS,
@@ -20,13 +20,14 @@ from zapex.chunks.keys import slot_of
 from zapex.chunks.layout import NO_FRAME, BatchLayout, ChunkLayout
 from zapex.chunks.schema import Schema
 from zapex.chunks.store import ChunkStore
-from zapex.errors import ConfigError
+from zapex.errors import BadMessage, ConfigError
 from zapex.machine.atomics import copy_bytes, record_at
 from zapex.machine.jit import kernel
 from zapex.machine.memory import align, lay_out
 from zapex.replay.draw import Draw
+from zapex.replay.sequences import Sequences, gather
 from zapex.wire.experience import BatchMessage, batch_rows, batch_rows_bytes
-from zapex.wire.protocol import as_buffer
+from zapex.wire.protocol import Buffer, Form, as_buffer
 
 # A large odd number: a hash for bodies far apart and frames close together.
 _SPREAD = 0x9E3779B97F4A7C1
@@ -177,6 +178,62 @@ class BatchPacker:
         return BatchMessage(
             self._schema.hash, epoch, sequence, draw.count, rows, frames, first, (*body, last)
         )
+
+
+_PIECE_BYTES = 4 << 20  # of one message with sequences, if more than one fits
+
+
+class PackedSequences:
+    """Sequences as bytes: the leaves of each and the total (f64), then a batch's memory.
+
+    The memory is of a SequenceLayout of so many sequences; its weights are zero.
+    """
+
+    def __init__(self, form: Form, sequences: int, asked: Sequences) -> None:
+        """Raises ConfigError: a message holds fewer."""
+        if not 1 <= sequences <= self.most(form, asked):
+            raise ConfigError(f"a message has {self.most(form, asked)} sequences, not {sequences}")
+        self._asked, self._rows = asked, sequences
+        self._layout = asked.layout(form.schema, sequences)
+        self._head = align(8 * (sequences + 1))
+        self.nbytes = self._head + self._layout.nbytes
+
+    @staticmethod
+    def most(form: Form, asked: Sequences) -> int:
+        """How many sequences a message holds. Raises ConfigError: not even one fits."""
+        room = form.largest_answer_bytes - align(8 * (form.batch_size + 1))
+        one = asked.layout(form.schema, 1).nbytes
+        if one > room or asked.length > form.batch_size:
+            raise ConfigError(
+                f"a sequence over a network has at most {form.batch_size} steps and {room} bytes, "
+                f"got {asked.length} steps and {one} bytes"
+            )
+        fit = max(1, min(room, _PIECE_BYTES) // one)
+        return min(fit, form.batch_size // asked.length)
+
+    def pack(self, draw: Draw, store: ChunkStore) -> NDArray[np.uint8]:
+        """The bytes of what `follow` found."""
+        memory = aligned_zeros(self.nbytes)
+        head = memory[: 8 * (self._rows + 1)].view(np.float64)
+        head[:-1], head[-1] = draw.leaves[:: len(draw.leaves) // self._rows], draw.total
+        gather(draw, store, SequenceBatch(self._layout, memory[self._head :]), self._asked.stride)
+        return memory
+
+    def unpack(
+        self, body: Buffer, batch: SequenceBatch, first: int
+    ) -> tuple[NDArray[np.float64], float]:
+        """Fill the rows of `batch` from `first` on. Returns the leaves, and the total.
+
+        Raises BadMessage.
+        """
+        if body.nbytes != self.nbytes:
+            raise BadMessage(f"{self._rows} sequences have {self.nbytes} bytes, got {body.nbytes}")
+        memory = np.frombuffer(body, np.uint8)
+        for name, section in self._layout.sections.items():
+            rows = batch.layout.sections[name].view(batch.memory)[first : first + self._rows]
+            rows[...] = section.view(memory, self._head)
+        head = memory[: 8 * (self._rows + 1)].view(np.float64)
+        return head[:-1], float(head[-1])
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.layout import MAX_CHUNK, NO_FRAME
+from zapex.chunks.layout import NO_FRAME
 from zapex.chunks.schema import Schema
 from zapex.errors import TELLABLE, BadMessage
 from zapex.replay.draw import METHODS, STRATIFIED
+from zapex.replay.sequences import Sequences
 from zapex.wire.compression import decompress
 from zapex.wire.experience import BatchMessage, Push, batch_bytes, push_bytes
 from zapex.wire.protocol import (
@@ -480,17 +481,17 @@ class Request(IntEnum):
     UPDATE = 1  # keys and priorities
     STATS = 2  # JSON, and how many transitions there are
     CAN_SAMPLE = 3  # of `rows`
-    # Over a network only; the requests below it only on this host.
-    KEYS = 4  # of the chunk (actor `rows`, `option`)
-    STREAMS = 5  # the link has `rows` streams now; 0: all its slots are taken back
-    ADMIT = 6  # wait until `rows` transitions may come in
-    SLOT = 7
+    KEYS = 4  # of the chunk (actor `rows`, `option`); over a network only
+    SEQUENCES = 5  # `rows` of them, like `option` (replay/sequences.py)
+    # The requests below only on this host.
+    STREAMS = 6  # the link has `rows` streams now; 0: all its slots are taken back
+    ADMIT = 7  # wait until `rows` transitions may come in
+    SLOT = 8
 
 
 PRESENT = struct.Struct("<dqd")
 """In the answers to UPDATE and CAN_SAMPLE: the sum of all leaves, how many transitions there are,
 and the smallest positive leaf."""
-MAX_REPLY_BYTES = max(4096, 8 * MAX_CHUNK)
 _MOST_ROWS = 4096
 
 
@@ -529,10 +530,12 @@ class Call:
 
     @classmethod
     def read(cls, raw: RawMessage, form: Form) -> Self:
-        what = raw.within("number", Request.UPDATE, Request.KEYS)
+        what = raw.within("number", Request.UPDATE, Request.SEQUENCES)
         words = raw.sequence, what, raw.rows, raw.value, raw.incarnation
         if what == Request.UPDATE:
             return cls(*words, *_read_priorities(raw, form, "<f8"))
+        if what == Request.SEQUENCES:
+            Sequences.of_option(raw.value)
         raw.within("rows", 0, MAX_ACTORS - 1 if what == Request.KEYS else form.batch_size)
         _no_body(raw)
         return cls(*words)
@@ -565,7 +568,7 @@ class Reply:
     @classmethod
     def read(cls, raw: RawMessage, form: Form) -> Self:
         error = raw.within("number", 0, len(TELLABLE))
-        body = (_one_buffer(raw, at_most=MAX_REPLY_BYTES),) if raw.body else ()
+        body = (_one_buffer(raw, at_most=form.largest_answer_bytes),) if raw.body else ()
         return cls(raw.sequence, error, raw.value, raw.rows, *body)
 
     @property

@@ -28,7 +28,7 @@ except ImportError:
     from zlib import crc32
 
 MAGIC = b"ZAPX"
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<4sHHQqqqQiIII")
 MAX_BUFFERS = 18  # a header, sixteen observation columns, and the rest
 COMPRESSED = 0x8000  # of the kind: each buffer of the body is compressed
