@@ -22,7 +22,8 @@ from zapex.sumtree_numba import SumTree
 headers = np.zeros(HEADER_WORDS, np.int64)
 headers[STATE], headers[COUNT], headers[GENERATION] = LIVE, 1, 1
 slots, tree = (headers, 8, 0), SumTree(8).arrays
-applied, stale, _ = reprioritise_kernel(np.array([LEAST_KEY]), np.ones(1), 1.0, 0.0, slots, tree)
+keys, settings = np.array([LEAST_KEY]), (1.0, 0.0, 0.0, False)
+applied, stale, _ = reprioritise_kernel(keys, np.ones(1), *settings, slots, tree)
 hits = sum(reprioritise_kernel.stats.cache_hits.values())
 print(applied, stale, hits, CACHE_DIRECTORY)
 """
