@@ -88,7 +88,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, stride: int) -> Tensor:
     return y
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T."""
     if x.device.type == "cuda":
         return x @ weight.t()
@@ -115,8 +115,8 @@ class _Layer(torch.autograd.Function):
                 dy, x, weight, out, stride, [0, 0], [1, 1], False, [0, 0], 1, [needs_dx, True, True]
             )
         else:
-            dx = _product(dy, weight.t()) if needs_dx else None
-            dweight, dbias = _product(dy.t(), x.t()), dy.sum(0)
+            dx = product(dy, weight.t()) if needs_dx else None
+            dweight, dbias = product(dy.t(), x.t()), dy.sum(0)
         return dx, dweight, dbias, None
 
 
