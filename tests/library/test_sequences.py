@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -145,6 +146,14 @@ def starts_of(core, episodes):
     return starts
 
 
+def wait_until_taken_in(replay, episodes):
+    """A server acknowledges a chunk before its replay counts it."""
+    deadline = time.monotonic() + 60
+    while replay.stats()["inserted"] < sum(e.known for e in episodes):
+        assert time.monotonic() < deadline, replay.stats()
+        time.sleep(0.01)
+
+
 def check(batch, episodes, starts, n, stack):
     """Every value of a batch is that of the lists."""
     where = {a: (e, t) for e in episodes for t, a in enumerate(e.actions)}
@@ -176,6 +185,7 @@ def check(batch, episodes, starts, n, stack):
 def test_sequences_are_the_steps_of_the_episodes(place, n, stack, tmp_path):
     with place_of(place, schema_of(n, stack), tmp_path) as (replay, core):
         episodes = played(replay, n, stack)
+        wait_until_taken_in(replay, episodes)
         assert len(replay) <= CAPACITY < sum(e.known for e in episodes)
         starts, batch, firsts = starts_of(core, episodes), None, set()
         for _ in range(10):
@@ -247,6 +257,7 @@ def test_several_replays_share_the_sequences_out(tmp_path):
         client = zapex.connect(urls, schema=schema, timeout_s=60.0, shard_timeout_s=60.0)
         opened.enter_context(client)
         episodes = [e for seed in range(4) for e in played(client, 3, 4, seed=seed)]
+        wait_until_taken_in(client, episodes)
         first, second = (s._library._replay for s in services)
         starts = starts_of(first, episodes) | starts_of(second, episodes)
         batch = client.sample_sequences(64, LENGTH, burn_in=BURN_IN, stride=STRIDE)
@@ -367,3 +378,19 @@ def test_a_sequence_too_long_for_a_message_is_refused():
     with pytest.raises(ConfigError, match="5000"):
         PackedSequences.most(form, Sequences(5000, 0, 1))
     assert PackedSequences.most(form, Sequences(4000, 0, 1)) == 1
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_a_server_cannot_send_impossible_leaves_or_totals(at, value):
+    with place_of("owner", schema_of(1, 1), "") as (replay, core):
+        played(replay, 1, 1)
+        asked = Sequences(LENGTH, 0, STRIDE)
+        batch = replay.sample_sequences(3, LENGTH, stride=STRIDE)
+        packed = PackedSequences(form_of(core.layout), 3, asked)
+        body = packed.pack(core.draw_sequences(3, asked), core.store)
+        leaves, total = packed.unpack(memoryview(body), batch, 0)
+        assert 0.0 < leaves.min() <= leaves.max() <= total
+        body[: 8 * 4].view(np.float64)[at] = value
+        with pytest.raises(BadMessage, match="leaves"):
+            packed.unpack(memoryview(body), batch, 0)

@@ -233,6 +233,8 @@ class PackedSequences:
             rows = batch.layout.sections[name].view(batch.memory)[first : first + self._rows]
             rows[...] = section.view(memory, self._head)
         head = memory[: 8 * (self._rows + 1)].view(np.float64)
+        if not (0.0 <= head.min() <= head.max() < np.inf and head[-1] > 0.0):  # false for NaN
+            raise BadMessage("leaves and their total are positive and finite")
         return head[:-1], float(head[-1])
 
 
