@@ -3,13 +3,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress simulate lint wheel release site bench gpu-check learning results reproduce paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress simulate lint wheel release site bench gpu-check learning atari57 results reproduce paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
 NAME  ?= sumtree
 QUICK ?=
 SERVE ?=
+MINUTES ?= 10
 # cpu: the build without CUDA. cuda: with it, several GB. existing: the one that your Python has.
 # auto: yours if there is one, otherwise cuda where there is an NVIDIA GPU, otherwise cpu.
 # Not given: cuda where there is a GPU, which is asked first on a terminal; otherwise cpu.
@@ -56,6 +57,7 @@ help:
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \
 	  '  make learning   variants, games and seeds, one run at a time: ARGS="--variant preset --hours 3", ARGS=--list' \
+	  '  make atari57    ten minutes of each of 57 games, ten hours in all: MINUTES=10' \
 	  '  make gpu-check  what the GPU path does on a GPU, in eight minutes: PYTHON=python3 WHEELS=FOLDER' \
 	  '  make reproduce  measure the headline numbers again, in an hour; QUICK=1: in ten minutes' \
 	  '  make results  write the tables of docs/results.md and the pictures from benchmarks/results' \
@@ -150,6 +152,9 @@ gpu-check:
 
 learning: $(STAMP)
 	@$(BIN)/python -m benchmarks.learning $(ARGS)
+
+atari57: $(STAMP)
+	@$(BIN)/python -m benchmarks.learning --games-of all --seeds 1 --minutes $(MINUTES) $(ARGS)
 
 reproduce: $(STAMP)
 	@$(BIN)/python -m benchmarks.reproduce $(if $(QUICK),--quick) $(ARGS)

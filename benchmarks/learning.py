@@ -2,6 +2,7 @@
 
     make learning ARGS="--variant preset --variant 'uniform=--alpha 0' --hours 3"
     make learning ARGS=--list        what there is, as scores
+    make atari57 MINUTES=10          every game once, about ten hours
 
 Settings are tuned on TUNING alone; REPORTED are looked at once, at the end, with seeds that nothing
 used. A run trains, then its last network plays games. All runs are kept in one file, failed ones
@@ -35,12 +36,13 @@ from numpy.typing import NDArray
 
 from benchmarks.support.harness import arguments, evidence, put_json
 from benchmarks.support.machine import RESULTS, ROOT, Watch
-from zapex.envs.scores import human_share
+from zapex.envs.scores import RANDOM_AND_HUMAN, human_share
 from zapex.watch.curves import interquartile
 from zapex.watch.recorders import read_metrics
 
 TUNING = ("Boxing", "Enduro", "Seaquest", "Asterix", "Krull", "RoadRunner")
 REPORTED = ("Breakout", "Pong", "SpaceInvaders", "Qbert", "MsPacman", "BeamRider")
+ALL = tuple(name.title().replace("_", "") for name in RANDOM_AND_HUMAN)
 VARIANTS = {
     "preset": "",
     "uniform": "--alpha 0",
@@ -54,7 +56,12 @@ VARIANTS = {
     "shared trunk": "--share-trunk",
 }
 """Flags of `zapex train` by name; others are given as NAME=FLAGS."""
-RIVALS = {"stable-baselines3": "dqn_learning.py", "cleanrl": "cleanrl_learning.py"}
+RIVALS = {
+    "SB3 DQN": ("dqn_learning.py",),
+    "CleanRL DQN": ("cleanrl_learning.py",),
+    "CleanRL PQN": ("on_policy_learning.py", "pqn"),
+    "CleanRL PPO": ("on_policy_learning.py", "ppo"),
+}
 """Their scripts in benchmarks/peers, which run in .peers-dqn (`make peers-dqn`)."""
 PUBLISHED, WORK = RESULTS / "learning.json", ROOT / "build/learning"
 DOPAMINE = ROOT / "benchmarks/peers/dopamine.json"
@@ -126,10 +133,11 @@ def _ours(run: Run, directory: Path, options: Namespace) -> dict[str, Any]:
 
 
 def _rival(run: Run, directory: Path, options: Namespace) -> dict[str, Any]:
-    python, script = ROOT / ".peers-dqn/bin/python", ROOT / "benchmarks/peers" / RIVALS[run.variant]
+    script, *words = RIVALS[run.variant]
     out = directory / "learned.json"
-    command = [str(python), str(script), run.env, str(run.seed), str(run.minutes),
-               str(options.games), str(out)]  # fmt: skip
+    command = [str(ROOT / ".peers-dqn/bin/python"), str(ROOT / "benchmarks/peers" / script), *words,
+               run.env, str(run.seed), str(run.minutes), str(options.games),
+               str(out)]  # fmt: skip
     subprocess.run(command, check=True, timeout=60 * run.minutes + 3900)
     found: dict[str, Any] = json.loads(out.read_text())
     return {name: found[name] for name in ("curve", "final_returns", "versions")}
@@ -177,7 +185,7 @@ def scores(runs: Runs) -> dict[str, Any]:
             "p10": low, "p50": value, "p90": high,
             "frames": float(np.median(frames)), "spreads": {"frames": [min(frames), max(frames)]},
         }  # fmt: skip
-        if variant not in RIVALS:
+        if not _is_rival(group):
             one["at_frames"] = at = equal_frames(groups, env, minutes)
             returns = [returns_at(run["curve"], np.array([at / 2, at]), 1) for run in group]
             for where, each in zip(
@@ -191,10 +199,14 @@ def scores(runs: Runs) -> dict[str, Any]:
 def equal_frames(groups: Mapping[Any, Any], env: str, minutes: float) -> float:
     """The most frames that all of zapex's runs of a game and a time have reached."""
     family = [
-        run for (one, variant, time), group in groups.items() for run in group
-        if (one, time) == (env, minutes) and variant not in RIVALS
+        run for (one, _, time), group in groups.items() for run in group
+        if (one, time) == (env, minutes) and not _is_rival(group)
     ]  # fmt: skip
     return min(map(_frames, family))
+
+
+def _is_rival(group: Sequence[Mapping[str, Any]]) -> bool:
+    return "versions" in group[0]
 
 
 def _frames(run: Mapping[str, Any]) -> float:
@@ -222,7 +234,7 @@ def table(runs: Runs) -> Iterator[str]:
         seeds = min(map(len, games.values()))
         last, there = [], []
         for env, group in games.items():
-            at = np.array([equal_frames(groups, env, minutes) if variant not in RIVALS else 0.0])
+            at = np.array([0.0 if _is_rival(group) else equal_frames(groups, env, minutes)])
             for run in group[:seeds]:
                 last.append(human_share(env, float(np.mean(run["final_returns"]))))
                 there.append(human_share(env, float(returns_at(run["curve"], at, 1)[0])))
@@ -231,7 +243,7 @@ def table(runs: Runs) -> Iterator[str]:
             known = np.array(shares, float).reshape(len(games), seeds).T
             mid, low, high = interquartile(known) if seeds > 1 else (np.mean(known), None, None)
             cells.append(f"{mid:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None else ""))
-        if variant in RIVALS:
+        if any(map(_is_rival, games.values())):
             cells[1] = "-"
         yield f"| {variant} | {minutes:g} | {len(games)} | {seeds} | {' | '.join(cells)} |"
     yield ""
@@ -297,7 +309,7 @@ def _draw(
 
 def chosen(options: Namespace) -> list[Run]:
     """The runs that were asked for, one seed of all before the next."""
-    games = {"tuning": TUNING, "reported": REPORTED}.get(options.games_of)
+    games = {"tuning": TUNING, "reported": REPORTED, "all": ALL}.get(options.games_of)
     envs = [f"ALE/{game}-v5" for game in games or options.games_of.split(",")]
     variants = dict(one.partition("=")[::2] for one in options.variant or ["preset"])
     flags = {name: words or VARIANTS.get(name, "") for name, words in variants.items()}
@@ -315,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("What is learned: variants, games and seeds, one run at a time.")
     known = ", ".join([*VARIANTS, *RIVALS])
     parser.add_argument("--variant", action="append", metavar="NAME[=FLAGS]", help=f"of {known}")
-    parser.add_argument("--games-of", default="tuning", help="tuning, reported, or Pong,Qbert,...")
+    parser.add_argument("--games-of", default="tuning", help="or reported, all, Pong,Qbert")
     parser.add_argument("--seeds", default="1,2", help="one seed of all runs before the next")
     parser.add_argument("--minutes", type=float, default=10.0, help="of training")
     parser.add_argument("--games", type=int, default=100, help="that the last network plays")
