@@ -37,7 +37,9 @@ from zapex.host.metrics import EPISODE, RoleMetrics
 from zapex.host.parts import PARTS
 from zapex.host.plan import HostPlan
 from zapex.host.roster import Roster, Routes
+from zapex.machine import waiting
 from zapex.machine.exchange import Exchange, ExchangeShape
+from zapex.machine.waiting import Waker
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
@@ -67,6 +69,7 @@ from zapex.zmq_transport import (
 STREAMS, CHUNK, PREFETCH, PARAMETER_BYTES, BETA = 2, 8, 3, 1 << 12, 0.4
 _DAY_NS = 1_800_000_000 * 10**9
 _CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
+_SLEEP_S = 2.0, 0.5  # about; who has sockets looks for silence, too, each second
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,23 @@ class Shape:
         )  # fmt: skip
 
 
+class Bell(Waker):
+    """Calls a function where a Waker would write to an eventfd."""
+
+    def wake(self) -> None:
+        if waiting._sleeps_kernel(self._words, self._index):
+            call: Any = self._fd
+            call()
+
+
+class BelledMemory(HostMemory):
+    """Its processes sleep until they are due, or somebody rings."""
+
+    def waker(self, name: str) -> Waker:
+        bell = self.eventfds[self.plan.role_index(name)]
+        return Bell(self.sleeping, self.sleeping_word(name), bell)
+
+
 class Process:
     """A role of a machine, life after life."""
 
@@ -123,13 +143,13 @@ class Process:
         self.role: Any = None
         self.life = self.incarnation = 0
         self.sockets: list[Any] = []
+        self.asleep = False
+        self._turns = 0  # counts those that were planned
         self.order: tuple[str, int] | None = None
         self.stopped_until_s = 0.0
 
-    @property
-    def title(self) -> str:
-        """Its name in the run."""
-        return f"{self.host.name}/{self.name}"
+        self.title = f"{host.name}/{name}"
+        self._in_memory = host.memory is not None and name in dict(host.memory.plan.roles)
 
     def start(self, least_s: float = 0.05, most_s: float = 1.0) -> None:
         """A new life: its incarnation is announced, and then the role begins."""
@@ -139,29 +159,54 @@ class Process:
         self.time.soon(least_s, most_s, partial(self._begin, self.life))
 
     def _announce(self, incarnation: int) -> None:
-        memory = self.host.memory
-        if memory is not None and self.name in dict(memory.plan.roles):
-            memory.set_incarnation(self.name, incarnation)
+        if self._in_memory:
+            self.host.memory.set_incarnation(self.name, incarnation)
 
     def _begin(self, life: int) -> None:
         if life == self.life:
             self.time.say(f"{self.title} begins")
+            self._declare(asleep=False)  # a former life may have died in its sleep
             self.role = self._run(lambda: self._make(self))
-            self._again(life, 0.001)
+            self._again(0.001)
 
-    def _turn(self, life: int) -> None:
-        if life != self.life or self.role is None:
+    def _turn(self, turn: int) -> None:
+        if turn != self._turns or self.role is None:
             return
         if self.stopped_until_s > self.time.now_s:
-            self.time.after(self.stopped_until_s - self.time.now_s, partial(self._turn, life))
+            self.time.after(self.stopped_until_s - self.time.now_s, partial(self._turn, turn))
             return
+        life = self.life
+        if self.asleep:
+            self._declare(asleep=False)
         work = self._run(self.role.do_work)
         if work:
             self.time.say(f"{self.title} {work}")
-        self._again(life, self.host.cluster.turn_s if work else self.host.cluster.idle_s)
+        if life == self.life:
+            sleeps = not work and self._run(self._falls_asleep)
+            about_s = _SLEEP_S[bool(self.sockets)] if sleeps else self.host.cluster.turn_s
+            self._again(about_s)
 
-    def _again(self, life: int, about_s: float) -> None:
-        self.time.soon(0.2 * about_s, 1.8 * about_s, partial(self._turn, life))
+    def _again(self, about_s: float) -> None:
+        self._turns += 1
+        self.time.soon(0.2 * about_s, 1.8 * about_s, partial(self._turn, self._turns))
+
+    def wake(self) -> None:
+        """Something has come for it: it does not sleep on (machine/waiting.py)."""
+        if self.asleep:
+            self._declare(asleep=False)
+            self._again(0.5 * self.host.cluster.turn_s)
+
+    def _falls_asleep(self) -> bool:
+        self._declare(asleep=True)
+        if self.role.ready():
+            self._declare(asleep=False)
+        return self.asleep
+
+    def _declare(self, *, asleep: bool) -> None:
+        self.asleep = asleep
+        if self._in_memory:
+            memory = self.host.memory
+            memory.sleeping[memory.sleeping_word(self.name)] = asleep
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Let it run; it may die at the step of its order."""
@@ -203,7 +248,7 @@ class Process:
             self.order = None
             if life == self.life:
                 self.die()
-        elif self.life == life and self.role is not None and host.watch is not None:
+        elif found and self.life == life and self.role is not None and host.watch is not None:
             host.watch(self)
         return None if copied or self.life != life else found
 
@@ -211,6 +256,7 @@ class Process:
         """It is gone. Its parent starts it again, if the machine is there."""
         self.life += 1
         life, self.role, self.order = self.life, None, None
+        self.asleep = False
         self.stopped_until_s = 0.0
         for socket in self.sockets:
             socket.close(silent=silent)
@@ -228,7 +274,7 @@ class Host:
 
     def __init__(self, cluster: "Cluster", name: str) -> None:
         self.cluster, self.name = cluster, name
-        self.memory: HostMemory | None = None
+        self.memory: Any = None  # HostMemory, while there is some
         self.blocks: list[NDArray[np.uint8]] = []
         self.processes: dict[str, Process] = {}
         self.number = 0
@@ -256,13 +302,18 @@ class Host:
     def allocate(self, plan: HostPlan) -> None:
         """New memory of a plan."""
         self.blocks = [aligned_zeros(plan.nbytes), aligned_zeros(max(64, plan.experience_bytes))]
-        no_eventfds = [-1] * len(plan.roles)  # nobody sleeps
-        self.memory = HostMemory(plan, *self.blocks, no_eventfds, create=True)
+        bells: Any = [partial(self._ring, name) for name, _ in plan.roles]
+        self.memory = BelledMemory(plan, *self.blocks, bells, create=True)
+
+    def _ring(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None and not self.cluster.net.ghost:
+            process.wake()
 
     def attach(self) -> HostMemory:
         """As a process sees the memory."""
         assert self.memory is not None
-        return HostMemory(self.memory.plan, *self.blocks, self.memory.eventfds)
+        return BelledMemory(self.memory.plan, *self.blocks, self.memory.eventfds)
 
     def start(self, makers: dict[str, Callable[[Process], Any]]) -> None:
         """Start these processes, in any order."""
@@ -372,7 +423,7 @@ class Host:
         cluster = self.cluster
 
         def dial(url: str, security: Any, largest: int, connections: int) -> SimDealers:
-            dealers = SimDealers(cluster.net, self.name, process.title, url, connections)
+            dealers = SimDealers(cluster.net, process, url, connections)
             process.sockets.append(dealers)
             return dealers
 
@@ -463,6 +514,9 @@ class Linked:
             chore()
         return work
 
+    def ready(self) -> bool:
+        return bool(self.role.ready())
+
 
 class ReplayMachine(Host):
     """A replay: of a run on this machine alone, or a shard of a run on several."""
@@ -508,7 +562,7 @@ class ReplayMachine(Host):
         else:
             roster = Roster(memory.part_of("roster"), plan.actors, replay.store.header_rows)
             mailbox = memory.mailbox()
-            listener = SimListener(cluster.net, self.name, f"tcp://{self.shard}:1", 1024)
+            listener = SimListener(cluster.net, process, f"tcp://{self.shard}:1", 1024)
             process.sockets.append(listener)
             server = LinkServer(
                 listener, cluster.form, cluster.settings(self.shard), roster,
@@ -570,7 +624,7 @@ class ActorMachine(Host):
                 self._play()
             return work
 
-        return SimpleNamespace(do_work=look)
+        return SimpleNamespace(do_work=look, ready=link.ready)
 
     def _play(self) -> None:
         shape = self.cluster.shape
@@ -619,7 +673,8 @@ class ActorMachine(Host):
             report=StatsSender(link, blocks, clock_s=cluster.clock_s).do_work,
             ended=lambda: False,
         )  # fmt: skip
-        return SimpleNamespace(do_work=relay.do_work, intake=intake, outbox=outbox)
+        ready = relay.ready
+        return SimpleNamespace(do_work=relay.do_work, ready=ready, intake=intake, outbox=outbox)
 
     def _look(self, process: Process) -> None:
         if process.name == "relay":
@@ -662,7 +717,7 @@ class LearnerMachine(Host):
                 linked.chores = [*(one.do_work for one in links), sender.do_work]
             return work
 
-        linked.role = SimpleNamespace(do_work=wait)
+        linked.role = SimpleNamespace(do_work=wait, ready=link.ready)
         return linked
 
 
@@ -675,7 +730,7 @@ class Cluster:
         self.net = Network(time, copies=shape.copies, places=shape.places)
         self.orders = memoryview(bytearray(8 * steps.WORDS)).cast("q")
         self.is_over = False
-        self.turn_s, self.idle_s = time.rng.choice(((0.05, 0.1), (0.1, 0.2), (0.2, 0.4)))
+        self.turn_s = time.rng.choice((0.1, 0.3, 1.0))
         layout = ReplayLayout(
             SCHEMA, shape.capacity, shape.all_actors * STREAMS, CHUNK
         ).chunk_layout

@@ -42,9 +42,10 @@ class Pipe:
     """One direction of a connection."""
 
     def __init__(
-        self, net: "Network", path: Path, inbox: deque[Any], name: str, peer: bytes
+        self, net: "Network", path: Path, inbox: deque[Any], name: str, peer: bytes, reader: Any
     ) -> None:
         self.net, self.path, self.inbox, self.name, self.peer = net, path, inbox, name, peer
+        self._reader = reader  # the process
         self.waiting = 0  # sent and not read
         self.leaving: deque[tuple[list[Any], Sent]] = deque()
         self.flying: deque[list[bytes]] = deque()
@@ -101,6 +102,7 @@ class Pipe:
             f"{self.net.time.now_s:.6f} {self.name} {parts[0][6]} {sum(map(len, parts))}"
         )
         self.inbox.append((self, parts))
+        self._reader.wake()
 
     def end(self) -> None:
         """Nothing leaves or arrives any more; what has arrived may be read."""
@@ -119,8 +121,9 @@ class Connection:
         self.peer = net.peers.to_bytes(8, "big")
         here, there = dealers.machine, to.machine
         name = f"{dealers.name}.{number}"
-        self.up = Pipe(net, net.path(here, there), to.inbox, f"{name}>", self.peer)
-        self.down = Pipe(net, net.path(there, here), dealers.inboxes[number], f"{name}<", b"")
+        self.up = Pipe(net, net.path(here, there), to.inbox, f"{name}>", self.peer, to.process)
+        inbox, back = dealers.inboxes[number], net.path(there, here)
+        self.down = Pipe(net, back, inbox, f"{name}<", b"", dealers.process)
         self.client_up = self.server_up = True
         to.connections[self.peer] = self
         net.connections.append(self)
@@ -205,8 +208,9 @@ class Network:
 class SimDealers:
     """A ClientEnd."""
 
-    def __init__(self, net: Network, machine: str, name: str, url: str, connections: int) -> None:
-        self._net, self.machine, self.name, self._url = net, machine, name, url
+    def __init__(self, net: Network, process: Any, url: str, connections: int) -> None:
+        self._net, self.process, self._url = net, process, url
+        self.machine, self.name = process.host.name, process.title
         self.inboxes: list[deque[Any]] = [deque() for _ in range(connections)]
         self._connections: list[Connection | None] = [None] * connections
         self._closed = False
@@ -276,8 +280,9 @@ class SimDealers:
 class SimListener:
     """A Listener."""
 
-    def __init__(self, net: Network, machine: str, url: str, large_bytes: int) -> None:
-        self._net, self.machine, self.url, self._large_bytes = net, machine, url, large_bytes
+    def __init__(self, net: Network, process: Any, url: str, large_bytes: int) -> None:
+        self._net, self.process, self.url, self._large_bytes = net, process, url, large_bytes
+        self.machine = process.host.name
         self.place: Any = None
         self.inbox: deque[Any] = deque()
         self.connections: dict[bytes, Connection] = {}

@@ -188,7 +188,7 @@ def _progress(cluster: Cluster) -> None:
     lives = checker.lives.copy()
 
     def missing() -> list[str]:
-        found = ["batches"] if checker.batches < batches + 20 else []
+        found = ["batches"] if checker.batches < batches + 5 else []
         for host in cluster.hosts.values():
             actors = [p for name, p in host.processes.items() if name.startswith("actor ")]
             numbers = getattr(host, "numbers", range(len(actors)))
@@ -211,5 +211,5 @@ def _progress(cluster: Cluster) -> None:
 def _settle(cluster: Cluster) -> None:
     """The actors stop; what is under way arrives."""
     cluster.is_over = True
-    cluster.time.run(cluster.time.now_s + 8.0)
+    cluster.time.run(cluster.time.now_s + 8.0 + 20 * cluster.turn_s)
     cluster.checker.settle()
