@@ -16,7 +16,7 @@ from tests.support.parts import free_port
 from zapex.clusters import kubernetes as adapter
 from zapex.clusters.kubernetes import VERSIONS, Kubernetes
 from zapex.clusters.placement import Launched, launch, make_directory, place
-from zapex.errors import ConfigError
+from zapex.errors import ConfigError, ZapexError
 
 RUN = '[env]\nenv = "CartPole-v1"\n[run]\npreset = "smoke"\n[kubernetes]\nimage = "zapex:1"\n'
 TABLES = {
@@ -118,8 +118,9 @@ def test_keys_go_through_a_pipe_and_each_secret_has_one_role(
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     run = launch(path, "kubernetes", name="n", directory=tmp_path / "launch")
-    ((words, given),) = kubectl.calls
+    (tried, first), (words, given) = kubectl.calls
     assert words[:3] == ("kubectl", "create", "--filename=-")
+    assert (set(tried) - set(words), first) == ({"--dry-run=server"}, given)
     objects = json.loads(given)["items"]
     keys = tmp_path / "launch" / "keys"
     relay = json.loads((keys / "relay.key").read_text())["secret"]
@@ -134,9 +135,25 @@ def test_keys_go_through_a_pipe_and_each_secret_has_one_role(
     assert not any(relay in json.dumps(one) for one in objects if one["kind"] != "Secret")
     again = Launched.find(tmp_path / "launch")
     again.stop(5)
-    assert [words[1] for words, _ in kubectl.calls] == ["create", "delete", "delete"]
-    assert "job/zapex-n-learner" in kubectl.calls[1][0]
+    assert [words[1] for words, _ in kubectl.calls] == ["create", "create", "delete", "delete"]
+    assert "job/zapex-n-learner" in kubectl.calls[2][0]
     assert run.log("actor") == "log"
+
+
+def test_nothing_is_created_unless_all_objects_would_be(
+    kubectl: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: str, given: str = "", timeout_s: float = 0) -> str:
+        kubectl(*words, given=given)
+        raise ZapexError("services zapex-n-replay already exists")
+
+    monkeypatch.setattr(adapter, "tool", refuse)
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    with pytest.raises(ZapexError, match="already exists"):
+        launch(path, "kubernetes", name="n", directory=tmp_path / "launch")
+    assert ["--dry-run=server" in words for words, _ in kubectl.calls] == [True]
+    assert not (tmp_path / "launch").exists()
 
 
 def an_object(kind: str, role: str, **more: Any) -> dict[str, Any]:

@@ -191,7 +191,9 @@ class Kubernetes(Launched):
     def submit(self) -> dict[str, Any]:
         """kubectl create, which refuses what exists already."""
         given = json.dumps({**_LIST, "items": self.objects(self.directory / KEYS)})
-        self._kubectl("create", "--filename=-", given=given)
+        # It creates one object after the other: first ask whether all of them would be accepted.
+        for how in (["--dry-run=server"], []):
+            self._kubectl("create", "--filename=-", *how, given=given)
         return {"namespace": self.table.namespace, "instance": self.name}
 
     def states(self) -> list[Host]:
