@@ -1,6 +1,7 @@
 """Curves of the stored results, drawn in the reader's browser."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from plotly.offline import get_plotlyjs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-_CURVES = "<!-- curves -->"
+_CURVES = re.compile("<!-- curves?(?:: (.+))? -->")
+"""Where a page has all curves, or those of one environment."""
 Line = tuple[str, list[float], list[float], list[float | None], str]
 """Name, minutes, frames, returns, plotly's mode."""
 
@@ -22,15 +24,20 @@ def script() -> str:
 
 def filled(markdown: str) -> str:
     """A page with its curves."""
-    if _CURVES in markdown:
-        parts = []
+
+    def drawn(match: re.Match[str]) -> str:
+        parts = ['<script src="site/plotly.js"></script>']
         for file, report in _reports():
-            if curves := _curves(file, report):
+            curves = _curves(file, report)
+            if match[1] and match[1] in curves:
+                ours = [line for line in curves[match[1]] if line[0].startswith("zapex,")]
+                parts.append(_part(match[1], ours).partition("\n\n")[2])
+            elif curves and not match[1]:
                 parts += [_part(title, lines) for title, lines in curves.items()]
                 parts.append(f"[The raw numbers](files/benchmarks/results/{file}.json)")
-        head = '<script src="site/plotly.js"></script>\n\n'
-        markdown = markdown.replace(_CURVES, head + "\n\n".join(parts))
-    return markdown
+        return "\n\n".join(parts)
+
+    return _CURVES.sub(drawn, markdown)
 
 
 def _reports() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,7 +78,8 @@ def _part(title: str, lines: list[Line]) -> str:
     ]  # fmt: skip
     figure.update_layout(
         template="none", height=380, margin={"l": 55, "r": 15, "t": 45, "b": 45},
-        xaxis_title="minutes", yaxis_title="return", paper_bgcolor="white",
+        xaxis_title="minutes", yaxis_title="return",
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",  # the theme's, as in site.css
         legend={"orientation": "h", "y": -0.25},
         updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons,
                       "x": 0, "y": 1.15, "xanchor": "left"}],

@@ -21,11 +21,14 @@ _PAGES = {
     "index.md": "README.md",
     "benchmarks.md": "benchmarks/README.md",
     "changes.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
 }
 # Where a link to a directory leads.
 _FOLDERS = {"benchmarks/results": "results.md#the-files"}
 _LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _REFERENCE = "<!-- reference -->"
+_COMMANDS = "<!-- commands -->"
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -87,6 +90,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = _LINK.sub(link, markdown)
     if _REFERENCE in markdown:
         markdown = markdown.replace(_REFERENCE, _public_names())
+    if _COMMANDS in markdown:
+        markdown = markdown.replace(_COMMANDS, _commands())
     return charts.filled(diagrams.BLOCK.sub(drawn, markdown))
 
 
@@ -107,3 +112,39 @@ def _public_names() -> str:
 
     homes: dict[str, Any] = zapex._HOMES
     return "\n\n".join(f"::: zapex.{homes[name]}.{name}" for name in zapex.__all__ if name in homes)
+
+
+def _commands() -> str:
+    """The help of each command, without the settings, whose values are of this machine."""
+    from zapex.cli import main
+    from zapex.config.settings import SECTIONS
+
+    settings = {(kind.__doc__ or "").partition(".")[0] for kind in SECTIONS.values()}
+    parts = []
+    for name, (command, _) in main.COMMANDS.items():
+        groups = re.split(r"\n(?=\n[A-Z][^\n]*:\n)", main.help_of(command).rstrip())
+        own = [groups[0], *(g for g in groups[1:] if g.split(":")[0].strip() not in settings)]
+        rest = "" if len(own) == len(groups) else "\n\nAnd [settings](settings.md)."
+        text = "\n".join(own)
+        parts.append(f"## {name}\n\n~~~text\n{text}\n~~~{rest}")
+    return "\n\n".join(parts)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write llms.txt: the pages with their first sentences, for programs that read it."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for title, pages in (
+        (next(iter(part)), next(iter(part.values()))) for part in config.nav or ()
+    ):
+        if isinstance(pages, list):
+            lines += ["", f"## {title}", ""]
+            for name, uri in (next(iter(page.items())) for page in pages):
+                lines.append(f"- [{name}]({uri.removesuffix('.md')}.html): {_first_sentence(uri)}")
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _first_sentence(uri: str) -> str:
+    paragraphs = (ROOT / _origin(uri)).read_text().split("\n\n")[1:]
+    prose = next((p for p in paragraphs if re.match(r"[A-Za-z*\[]|`[^`]", p)), "")
+    words = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", " ".join(prose.split()))
+    return re.split(r"\.\s+(?=[A-Z`])", words)[0].rstrip(".:") + "."

@@ -10,14 +10,15 @@ from zapex.cli.flags import flags_of, texts_of, usage_of
 from zapex.config.presets import TABLE
 from zapex.config.settings import FIELDS, SECTIONS, Config
 
+_PRESETS = ("laptop", "workstation", "smoke")
 PAGE = Path(__file__).parents[1] / "settings.md"
 _HEAD = """# Settings
 
 Every setting of a run is a flag of `zapex train`, a key in the file of `--config` (`batch_size` in
-the table `[learner]`), and an argument of `zapex.TrainConfig`. The defaults are the paper's. The
-presets `laptop`, `workstation` and `smoke` replace some of them, also by the kind of observation;
-"by machine" depends on cores, memory and GPU. `zapex config --preset laptop` prints the values on
-your machine with the reason for each.
+the table `[learner]`), and an argument of `zapex.TrainConfig`. The preset `paper` has the paper's
+values. Where a preset has two values, the first is for images, the second for vectors; "by machine"
+depends on cores, memory and GPU. `zapex train` takes the preset that suits the machine.
+`zapex config --preset laptop` prints the values on yours with the reason for each.
 
 Settings marked with * may differ between [hosts of one run](many_hosts.md).
 """
@@ -29,34 +30,33 @@ def page() -> str:
     for section, kind in SECTIONS.items():
         texts, flags = texts_of(kind), flags_of(kind)
         lines += [f"## {(kind.__doc__ or '').partition('.')[0]}: `[{section}]`", ""]
-        lines += ["| flag | default | presets | meaning |", "|---|---|---|---|"]
+        lines += [
+            "| flag | meaning | paper | laptop | workstation | smoke |",
+            "|---|---|---|---|---|---|",
+        ]
         for name, types in flags.items():
             metadata = FIELDS[name][1].metadata
             local = " *" if metadata.get("local") or metadata.get("replays") else ""
             flag = usage_of(name, types).replace("|", "\\|")
             default = getattr(getattr(Config(), section), name)
+            values = [_shown(default), *(_value(preset, name, default) for preset in _PRESETS)]
             text = texts[name].replace("|", "\\|")
-            lines.append(
-                f"| `{flag}`{local} | {_shown(default)} | {_presets(name, default)} | {text} |"
-            )
+            lines.append(f"| `{flag}`{local} | {text} | {' | '.join(values)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _presets(name: str, default: Any) -> str:
-    """The values of the presets in which it is not the default."""
-    found = []
-    for preset in ("laptop", "workstation", "smoke"):
-        values = {
-            kind: "by machine" if callable(value) else _shown(value)
-            for kind in ("image", "vector")
-            if (value := TABLE[preset, kind].get(name, (default,))[0]) != default
-        }
-        if len(set(values.values())) == 1 and len(values) == 2:
-            found.append(f"{preset} {values['image']}")
-        else:
-            found += [f"{preset} {value} ({kind}s)" for kind, value in values.items()]
-    return ", ".join(found)
+def _value(preset: str, name: str, default: Any) -> str:
+    """A preset's value for images, and for vectors where that is another one."""
+    if name == "preset":
+        return _shown(preset)
+    images, vectors = (
+        "by machine"
+        if callable(value := TABLE[preset, kind].get(name, (default,))[0])
+        else _shown(value)
+        for kind in ("image", "vector")
+    )
+    return images if images == vectors else f"{images}; {vectors}"
 
 
 def _shown(value: Any) -> str:

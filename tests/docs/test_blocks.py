@@ -3,8 +3,10 @@
 test_shell.py runs the shell blocks.
 """
 
+import importlib
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -23,10 +25,13 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 ROOT = Path(__file__).parents[2]
 PAGES = [
     str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md")))
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+        *sorted(ROOT.glob("docs/*.md")),
+    )
 ]
 # Pages whose Python trains, or takes seconds for other reasons.
-SLOW = {"docs/python.md", "docs/own.md", "docs/comparing.md"}
+SLOW = {"docs/python.md", "docs/own_network.md", "docs/comparing.md"}
 # First words of lines that are no command of zapex, and why no test runs them.
 NOT_RUN = {
     "sudo apt": "installs Debian packages",
@@ -34,6 +39,7 @@ NOT_RUN = {
     "make": "takes minutes to hours; .ci/run calls the README's",
     ". .venv/bin/activate": "the tests have their environment",
     "pip install": "the tests have their environment",
+    "python shared.py": "test_shell.py",
     "tensorboard": "serves until it is stopped; tests/watch/test_dashboards.py",
     "export ZAPEX_FSTACK": "needs F-Stack's library",
 }  # fmt: skip
@@ -84,12 +90,16 @@ def kept_from(line: str) -> str | None:
 
 
 def run_python(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, in one namespace; a block with a title is a file."""
+    """As in a notebook, in one namespace; a block with a title is a file, imported there."""
     notebook = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.syspath_prepend(Path.cwd())
     for number, block in enumerate(blocks(page, "python")):
         if title := re.search(r'title="(.+?)"', block.info):
             Path(title[1]).write_text(block.text)
+            monkeypatch.delitem(sys.modules, Path(title[1]).stem, raising=False)
+            importlib.import_module(Path(title[1]).stem)
+            continue
         # Our own documentation: not bytes from elsewhere.
         exec(compile(block.text, f"{page}, block {number}", "exec"), vars(notebook))
 
@@ -145,6 +155,8 @@ def test_every_command_of_a_page_is_one_with_flags_that_it_has(
     for block in blocks(page, "python"):
         if title := re.search(r'title="(.+?)"', block.info):
             Path(title[1]).write_text(block.text)
+    for run in re.findall(r"--run-dir (runs/\S+)", (ROOT / page).read_text()):
+        shutil.copytree("runs/RUN", run, dirs_exist_ok=True)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     for line in shell_lines(page):
         words = shlex.split(re.split(r"\s[>|&]", line)[0], comments=True)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -73,3 +74,25 @@ def test_every_diagram_is_drawn_as_it_is_written() -> None:
     from docs.site.diagrams import blocks, picture
 
     assert {picture(block) for block in blocks()} == set(DOCS.glob("images/diagram-*.svg"))
+
+
+def test_the_curve_to_expect_is_that_of_the_stored_runs() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/learning.json").read_text())["results"].values()
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", (DOCS / "atari.md").read_text(), re.M)
+    assert len(rows) > 4
+    for minutes, *cells in rows:
+        for game, cell in zip(("Breakout", "Pong"), cells, strict=True):
+            ours = sorted(
+                [mean for at_s, _, mean in run["curve"] if at_s <= 60 * int(minutes)][-1]
+                for run in runs
+                if run["variant"] == "zapex" and game in run["env"]
+            )
+            assert cell == f"{ours[2]:.1f} ({ours[0]:.1f} to {ours[-1]:.1f})"
+
+
+def test_each_row_of_the_page_of_numbers_has_its_figures_from_the_page_that_it_names() -> None:
+    rows = re.findall(r"^\| (.+)\| \[.+\]\((\w+\.md)#", (DOCS / "numbers.md").read_text(), re.M)
+    assert len(rows) == 10
+    for row, page in rows:
+        for number in re.findall(r"\d[\d.,]*\d", row):
+            assert number in (DOCS / page).read_text(), number

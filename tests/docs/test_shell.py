@@ -21,6 +21,7 @@ from tests.docs.test_blocks import PAGES, ROOT, blocks, lines_of
 from tests.support.parts import free_port
 
 NOT_RUN = {
+    "CONTRIBUTING.md 1": "make: minutes",
     "README.md 1": "apt, and git clone; .ci/run makes the rest",
     "README.md 2": "an environment of .venv: the lines are those of docs/commands.md, which run",
     "benchmarks/README.md 1": "gigabytes of other libraries, and hours",
@@ -34,9 +35,7 @@ NOT_RUN = {
     "docs/fstack.md 3": "F-Stack, huge pages and a network card",
     "docs/install.md 1": "apt, and make venv, which takes minutes",
     "docs/many_hosts.md 4": "a learner of a run elsewhere: tests/scenarios/test_cluster.py",
-    "docs/own.md 1": "its module has the names only: tests/scenarios/test_own.py has them filled",
     "docs/paper.md 1": "takes an hour, and F-Stack: tests/benchmarks",
-    "docs/quickstart.md 1": "apt, and git clone",
     "docs/releasing.md 1": "make release: tests/scenarios/test_index.py",
     "docs/watching.md 4": "pip's index, and an account at Weights & Biases",
 }  # fmt: skip
@@ -58,13 +57,11 @@ SHORT = "--preset smoke --max-frames 2k --plain --eval-episodes 1"
 
 
 def found() -> dict[str, str]:
-    """Page and number -> text, of every shell block; 3+4 are two blocks of one user."""
+    """Page and number -> text, of every shell block."""
     texts = {
         f"{page} {number}": block.text
         for page in PAGES for number, block in enumerate(blocks(page, "sh"), 1)
     }  # fmt: skip
-    after = texts.pop("docs/quickstart.md 4")
-    texts["docs/quickstart.md 3+4"] = texts.pop("docs/quickstart.md 3") + "\n" + after
     return texts
 
 
@@ -162,13 +159,20 @@ def page_files(page: str) -> None:
 
 
 BY_THEMSELVES = [
-    "docs/commands.md 1", "docs/python.md 1", "docs/quickstart.md 2", "docs/quickstart.md 3+4",
-    "docs/repeatable.md 1", "docs/watching.md 1", "docs/watching.md 2", "docs/watching.md 3",
+    "docs/atari.md 1", "docs/atari.md 2", "docs/commands.md 1", "docs/own_env.md 1",
+    "docs/own_network.md 1", "docs/python.md 1", "docs/quickstart.md 1", "docs/quickstart.md 2",
+    "docs/repeatable.md 1", "docs/two_processes.md 1", "docs/watching.md 1", "docs/watching.md 2",
+    "docs/watching.md 3",
 ]  # fmt: skip
 """Blocks whose lines run one after the other."""
-TOGETHER = ["docs/many_hosts.md 1", "docs/many_hosts.md 2", "docs/many_hosts.md 3"]
+TOGETHER = [
+    "docs/many_hosts.md 1",
+    "docs/many_hosts.md 2",
+    "docs/many_hosts.md 3",
+    "docs/several_hosts.md 1",
+]
 """Blocks whose lines are of several hosts: they run at the same time."""
-SERVERS = ["docs/library.md 1"]
+SERVERS = ["docs/two_processes.md 2"]
 """Blocks of one line that serves until it is stopped."""
 
 
@@ -231,6 +235,7 @@ def test_the_hosts_of_a_block_are_one_run_on_loopback(name: str, place: Path) ->
             here = line.replace("tcp://0.0.0.0:7711", f"tcp://127.0.0.1:{port[host]}")
             for other, where in port.items():
                 here = here.replace(f"tcp://{other}:7711", f"tcp://127.0.0.1:{where}")
+            here = here.replace("tcp://127.0.0.1:7711", f"tcp://127.0.0.1:{port['replay.lan']}")
             here = here.replace("--actors 32", "--actors 2").replace("--actors 16", "--actors 1")
             here = shortened(here) if "learner" in here else f"{here} --plain"
             directory = place / f"host{number}"

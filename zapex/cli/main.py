@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (function, purpose) in COMMANDS.items():
         # shtab writes text in backquotes into the shell's script.
         one = below.add_parser(name, help=purpose.replace("`", ""))
-        for either, flag, value in _FLAG.findall(_help(function)):
+        for either, flag, value in _FLAG.findall(help_of(function)):
             if value:
                 choices = value.split("|") if "|" in value else None
                 option = one.add_argument(f"--{flag}", choices=choices)
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     return top
 
 
-def _help(function: Callable[[list[str]], int]) -> str:
+def help_of(function: Callable[[list[str]], int]) -> str:
     """What a command prints with --help."""
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
         function(["--help"])
