@@ -395,6 +395,26 @@ def test_a_live_shard_without_rows_gets_a_longer_deadline(world: World) -> None:
     )  # fmt: skip
 
 
+def test_a_batch_asked_of_one_shard_alone_does_not_wait_for_it_forever(world: World) -> None:
+    world.play(40)
+    learning = Learning(world)
+    until(
+        lambda: not learning.source.ready() and learning.source.shares.totals.all(),
+        world.turn, "both totals",
+    )  # fmt: skip
+    server = world.shards.servers[1]
+    assert server is not None
+    server.sink.requests = lambda: 0  # type: ignore[method-assign]
+    learning.source.lose(0, "is away")
+    learning.source.request()
+    until(
+        lambda: not learning.source.ready() and not learning.source.shares.away,
+        world.turn, "the other's return",
+    )  # fmt: skip
+    world.pass_s(LATE_S + 1, learning.source.ready)
+    assert set(by_shard(learning.poll().keys)) == {0}
+
+
 def test_an_empty_shard_has_no_share(world: World) -> None:
     for n in range(20):
         world.relay.make(2 * (n % 2))  # actors of shard 0

@@ -2,8 +2,8 @@
 
 A batch is asked of all shards at once. A shard of which nothing is known, or that was lost, has no
 share. One request waits there, and its answer brings the share. A shard is lost when a batch waits
-for it and it has been silent, when it was restarted with another memory, or when the other parts of
-a batch have waited for it too long. Then its rows are drawn from the others.
+for it and it has been silent, when it was restarted with another memory, or when a batch has waited
+too long for its rows and others have a share. Then its rows are drawn from the others.
 """
 
 import time
@@ -70,7 +70,7 @@ class ShardedSampleSource:
         seed: of what decides how a batch is shared out.
         tell: takes a line about a share that goes or comes back.
         silent_s: a shard that has said nothing for so long is lost.
-        late_s: a shard that lives is lost if the others have waited so long for its rows.
+        late_s: a shard that lives is lost if a batch has waited so long for its rows alone.
         clock_s: monotonic, in seconds; for tests.
 
     Attributes:
@@ -217,8 +217,8 @@ class ShardedSampleSource:
 
     def _lose_late(self, wanted: _Wanted) -> None:
         late = {part.shard for part in wanted.parts if part.message is None}
-        others_wait = len(late) < len({part.shard for part in wanted.parts})
-        if not others_wait:
+        totals = self.shares.totals
+        if not any(totals[shard] > 0.0 for shard in range(len(totals)) if shard not in late):
             wanted.since_s = self._clock_s()
         waited_s = self._clock_s() - wanted.since_s
         for shard in sorted(late):
