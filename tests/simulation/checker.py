@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.simulation.truth import Life, Longs, Truth
 from tests.stress.chaos_content import Violation, chunk_rows
-from tests.stress.chaos_updates import STEPS, floor, fraction, is_of
+from tests.stress.chaos_updates import STEPS, floor, fraction
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import GENERATION_MASK, GENERATION_SHIFT, slots_and_rows
 from zapex.chunks.layout import (
@@ -49,7 +49,16 @@ class Memory:
     hosts: dict[int, list[int]] = field(default_factory=dict)  # of an actor's number
     rows: Longs = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """Of the truth, by slot and row."""
-    limiter: Any = None  # of the server's process
+    leaves: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    """What each row is drawn by, after all updates."""
+    total: int = 0  # transitions that came
+    told: dict[int, float] = field(default_factory=dict)  # chunks of an actor, by the statistics
+    # Of the server's process.
+    limiter: Any = None
+    began: int = 0  # with so many transitions
+    opened: int | None = None  # committed, when the limiter let the first batch through
+    drawn: int = 0
+    update: tuple[int, int] | None = None  # the last one: a learner's life, and its number there
 
 
 class Checker:
@@ -62,7 +71,14 @@ class Checker:
         self.lost_memories: set[str] = set()
         self.reached: defaultdict[Life, int] = defaultdict(int)  # the end of what has arrived
         self.lives: Counter[tuple[int, int]] = Counter()  # chunks by actor and incarnation
-        self.rows = self.batches = self.published = 0
+        self.rows = self.batches = self.published = self.updates = 0
+        self.made: Counter[int] = Counter()  # chunks that an actor's number has committed
+        self.learners: dict[int, int] = {}  # batches of each learner's life
+        self._last_at: dict[int, int] = {}  # its batches, when a later life learned its first
+        self._numbers: dict[int, tuple[int, int]] = {}  # who learned a batch of this number
+        # Sums over all draws: what was drawn, less what was to be expected, and its variance; of
+        # the leaves, and of their places.
+        self._far, self._variance = np.zeros(2), np.zeros(2)
         self.loaded: dict[str, int] = {}
 
     # The replay's side.
@@ -70,11 +86,21 @@ class Checker:
     def watch(self, replay: ReplayCore, memory: Memory, dead: Any) -> None:
         """Look at what this process of a replay does. dead: whether it is dead by now."""
         watched: Any = replay
+        if not dead():
+            self.take(replay.store, memory)
+            memory.leaves = self._leaves(replay).copy()
+        memory.update, memory.drawn, memory.opened = None, 0, None
         reprioritise, draw = replay.reprioritise, replay.draw
 
         def on_evict(slot: int) -> None:
             if not dead():
                 self.take(replay.store, memory)
+                rows = replay.store.header_rows
+                if (
+                    rows[slot, COMMIT_SEQUENCE]
+                    > rows[rows[:, STATE] == LIVE, COMMIT_SEQUENCE].min()
+                ):
+                    raise Violation(f"lost: {memory.name} evicts {slot}, which is not the oldest")
 
         def reprioritised(keys: Longs, values: NDArray[np.float64]) -> Any:
             if not dead():
@@ -110,6 +136,7 @@ class Checker:
         rows = store.header_rows
         if not len(memory.rows):
             memory.rows = np.zeros((store.slots, store.layout.chunk), np.int64)
+            memory.leaves = np.zeros(memory.rows.shape)
         new = np.flatnonzero((rows[:, COMMIT_SEQUENCE] > memory.newest) & (rows[:, STATE] == LIVE))
         for slot in new[np.argsort(rows[new, COMMIT_SEQUENCE])].tolist() if len(new) else ():
             header = rows[slot]
@@ -128,6 +155,8 @@ class Checker:
             memory.next[life] = max(wanted, first + len(table))
             memory.seen.add(name)
             memory.rows[slot, : len(table)] = table
+            memory.leaves[slot, : len(table)] = self.truth.columns["priority"][table]
+            memory.total += len(table)
             self.arrived.add((life, first))
             self.reached[life] = max(self.reached[life], first + len(table))
             self.lives[life[:2]] += 1
@@ -161,11 +190,20 @@ class Checker:
         self.take(replay.store, memory)
         if memory.limiter.config.samples_per_insert and memory.limiter.owed < 0:
             raise Violation(f"limiter: {memory.name} drew more than is owed: {memory.limiter.owed}")
+        if memory.total < memory.limiter.config.min_size_to_sample:
+            raise Violation(f"limiter: {memory.name} draws when {memory.total} have come")
+        memory.drawn += len(draw.keys)
         if not self._live(replay, draw.keys).all():
             raise Violation(f"foreign: {memory.name} draws {draw.keys}, not all of them live")
-        given = self._priorities(memory, draw.keys)
-        if not is_of(draw.leaves, given).all():
-            raise Violation(f"foreign: {memory.name} draws {draw.leaves} of rows of {given}")
+        wanted = memory.leaves[slots_and_rows(draw.keys)]
+        if (draw.leaves != wanted).any():
+            raise Violation(f"foreign: {memory.name} draws {draw.leaves} of rows of {wanted}")
+        leaves = replay.tree.leaves
+        share = leaves / leaves.sum()
+        for i, values in enumerate((leaves, np.arange(len(leaves)))):
+            mean = share @ values
+            self._far[i] += (values[draw.indices] - mean).sum()
+            self._variance[i] += len(draw.keys) * (share @ (values - mean) ** 2)
 
     def _check_update(
         self, replay: ReplayCore, memory: Memory, keys: Longs, values: NDArray[np.float64]
@@ -174,21 +212,65 @@ class Checker:
         given = self._priorities(memory, keys[live])
         if (floor(values[live]) != given).any():
             raise Violation(f"foreign: {memory.name}: {values[live]} for rows of {given}")
+        memory.leaves[slots_and_rows(keys[live])] = values[live]
+        (number,) = set((values % 0.25 * 4 * STEPS).tolist())
+        before, memory.update = memory.update, self._numbers[int(number)]
+        who, at = memory.update
+        self.updates += 1
+        if before is not None:
+            ahead = who > before[0] or (at > before[1] if memory.sharded else at == before[1] + 1)
+            if who < before[0] or not ahead:
+                raise Violation(f"lost: {memory.name}: update {memory.update} follows {before}")
 
     def check_leaves(self, replay: ReplayCore, memory: Memory) -> None:
         """Every live row can be drawn by its own priority, and no other one."""
         self.take(replay.store, memory)
         chunk, rows = replay.layout.chunk, replay.store.header_rows
-        leaves = replay.tree[np.arange(replay.store.slots * chunk)].reshape(-1, chunk)
+        leaves = self._leaves(replay)
         counts = np.where(rows[:, STATE] == LIVE, rows[:, COUNT], 0)
         there = np.arange(chunk) < counts[:, None]
         if (leaves[~there] != 0.0).any():
             raise Violation(f"foreign: {memory.name} can draw a row that is not live")
-        given = self.truth.columns["priority"][memory.rows[there]] if there.any() else leaves[there]
-        if not is_of(leaves[there], given).all():
-            raise Violation(f"foreign: {memory.name}: leaves {leaves[there]} for {given}")
+        if (leaves[there] != memory.leaves[there]).any():
+            wanted = memory.leaves[there]
+            raise Violation(f"foreign: {memory.name}: leaves {leaves[there]}, not {wanted}")
+        size = len(replay)
+        if size != counts.sum() or size > replay.layout.capacity:
+            raise Violation(f"lost: {memory.name} says it has {size} of {counts.sum()}")
+        self._check_limiter(memory)
         if not np.isclose(replay.tree.total, leaves.sum()):
             raise Violation(f"lost: {memory.name}: the total {replay.tree.total}, {leaves.sum()}")
+
+    @staticmethod
+    def _leaves(replay: ReplayCore) -> NDArray[np.float64]:
+        leaves: NDArray[np.float64] = replay.tree.leaves[: replay.store.num_indices]
+        return leaves.reshape(-1, replay.layout.chunk)
+
+    @staticmethod
+    def _check_limiter(memory: Memory) -> None:
+        """What is charged is what came since the limiter opened, and what may come yet."""
+        limiter, least = memory.limiter, memory.limiter.config.min_size_to_sample
+        if not limiter.open:
+            return
+        opened = limiter.outstanding + limiter._committed - limiter._charged
+        known = opened if memory.opened is None else memory.opened
+        memory.opened = opened
+        first = max(least, memory.began)
+        if opened != known or not first <= opened < first + 8 or limiter._sampled != memory.drawn:
+            raise Violation(
+                f"limiter: {memory.name} opened with {opened}, once {known}, and counts "
+                f"{limiter._sampled} samples of {memory.drawn}"
+            )
+
+    def check_statistics(self, memory: Memory, chunks: dict[int, float]) -> None:
+        """The counts of an actor's number never step back, and are of what it did."""
+        for number, count in chunks.items():
+            if not memory.told.get(number, 0) <= count <= self.made[number]:
+                raise Violation(
+                    f"foreign: {memory.name} counts {count} chunks of actor {number}, once "
+                    f"{memory.told.get(number, 0)}; it made {self.made[number]}"
+                )
+        memory.told = chunks
 
     @staticmethod
     def check_slots(name: str, intake: Intake, replay: Any, under_way: int = 0) -> None:
@@ -202,6 +284,8 @@ class Checker:
                 f"lost: {name} has {len(owned)} slots of {replay.store.slots} and {under_way} "
                 f"under way, and twice {twice}"
             )
+        if max(map(len, intake.granted.values()), default=0) > 2 * intake._streams:
+            raise Violation(f"foreign: {name} grants too much: {intake.granted}")
         states = replay.store.header_rows[held, STATE].tolist()
         if not {GRANTED, COMMITTED}.issuperset(states):
             raise Violation(f"foreign: {name}: slots that are granted are in states {states}")
@@ -226,8 +310,8 @@ class Checker:
             life, first, _ = self.look_at(store, slot)
             self.arrived.add((life, first))
 
-    def batch(self, batch: Batch, number: int) -> NDArray[np.float32]:
-        """A learner's batch is whole; the priorities that it sends back."""
+    def batch(self, batch: Batch, who: int, beta: float) -> NDArray[np.float32]:
+        """A batch of a learner's life is whole; the priorities that it sends back."""
         whole = batch.keys >= 0
         if (batch.weights[~whole] != 0.0).any() or (batch.weights[whole] <= 0.0).any():
             raise Violation(f"torn: weights {batch.weights} of keys {batch.keys}")
@@ -238,11 +322,26 @@ class Checker:
         for stamp, at in zip(rows["obs"][:, -1, :3].tolist(), numbers, strict=True):
             if at >= self.reached[tuple(stamp)]:
                 raise Violation(f"foreign: {stamp} {at} was drawn and never came in")
+        errors = np.ones(len(batch.keys), np.float32)
+        errors[whole] = given = self.truth.columns["priority"][table]
+        if beta and len(given):  # of one replay: a leaf is what the actor said, or 1/4 more at most
+            weights = batch.weights[whole].astype(np.float64)
+            most = np.argmax(weights)
+            ratio = (weights / weights[most]) ** (-1 / beta)
+            low, high = 0.999 * given[most] * ratio, 1.001 * (given[most] + 0.25) * ratio
+            if (low > given + 0.25).any() or (high < given).any():
+                raise Violation(f"foreign: weights {weights} of rows of {given}")
         self.rows += len(table)
         self.batches += 1
-        errors = np.ones(len(batch.keys), np.float32)
-        errors[whole] = self.truth.columns["priority"][table]
-        return errors + np.float32(fraction(number % STEPS))
+        at = self.learners[who] = self.learners.get(who, -1) + 1
+        after = sum(self.learners[one] for one in self.learners if one > who)
+        if after > 20 and at > self._last_at[who] + 20:
+            raise Violation("foreign: two learners learn")
+        if not after:
+            self._last_at[who] = at
+        number = self.batches % (STEPS - 1)
+        self._numbers[number + 1] = who, at
+        return errors + np.float32(fraction(number))
 
     def load(self, process: str, words: Longs) -> int:
         """Parameters that somebody loads are whole, and not older than its last."""
@@ -263,3 +362,5 @@ class Checker:
         )
         if missing:
             raise Violation(f"lost: acknowledged and never there: {missing[:4]}")
+        if (np.abs(self._far) > 6 * np.sqrt(self._variance) + 1e-3).any():
+            raise Violation(f"foreign: draws are {self._far} away from {np.sqrt(self._variance)}")

@@ -87,6 +87,7 @@ class Shape:
     places: bool
     learns_there: bool  # the learner is on the replay's machine
     chunk_age: int
+    rival: bool  # a second learner tries to come in
 
     @classmethod
     def of(cls, time: Timeline) -> "Shape":
@@ -97,7 +98,7 @@ class Shape:
             shards, rng.choice((1, 2)) if shards else 0, rng.choice((1, 2)),
             rng.choice((160, 320, 640)), rng.choice((8, 16)), rng.choice((0.0, 1.0, 4.0)),
             rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.5,
-            shards == 1 and rng.random() < 0.3, rng.choice((0, 11)),
+            shards == 1 and rng.random() < 0.3, rng.choice((0, 11)), rng.random() < 0.25,
         )  # fmt: skip
 
     @property
@@ -390,8 +391,11 @@ class Host:
         commit = sink.commit
 
         def committed(slots: NDArray[np.int64]) -> None:
-            if not self.cluster.net.ghost and not shape.shards:
-                self.cluster.checker.owe(sink.store, slots, process.title)
+            checker = self.cluster.checker
+            if not self.cluster.net.ghost:
+                checker.made[number] += len(slots)
+                if not shape.shards:
+                    checker.owe(sink.store, slots, process.title)
             commit(slots)
 
         watched: Any = sink
@@ -441,7 +445,10 @@ class Host:
     def learner(self, process: Process, memory: HostMemory, source: Any, sink: Any) -> Learner:
         """A learner."""
         cluster = self.cluster
-        dqn: Any = CheckingDqn(cluster.checker)
+        checker, shape = cluster.checker, cluster.shape
+        cluster.learners += 1
+        beta = BETA if shape.shards < 2 else 0.0
+        dqn: Any = CheckingDqn(checker, cluster.learners, beta)
         return Learner(
             dqn, source, StampedSink(cluster, sink),
             [Batch.empty(BatchLayout(SCHEMA, cluster.shape.batch))],
@@ -473,16 +480,15 @@ class Judge:
 class CheckingDqn:
     """Learns nothing; looks at every row."""
 
-    def __init__(self, checker: Checker) -> None:
-        self._checker, self._learned = checker, 0
+    def __init__(self, checker: Checker, who: int, beta: float) -> None:
+        self._checker, self._who, self._beta = checker, who, beta
 
     def flat_parameters(self) -> NDArray[np.float32]:
         return np.zeros(PARAMETER_BYTES // 4, np.float32)
 
     def learn(self, batch: Batch, enter: Any) -> Any:
         facts = dict.fromkeys(("td_loss", "q_values", "td_error", "gradient_norm"), 0.0)
-        self._learned += 1
-        return self._checker.batch(batch, self._learned), facts
+        return self._checker.batch(batch, self._who, self._beta), facts
 
 
 class StampedSink:
@@ -581,7 +587,8 @@ class ReplayMachine(Host):
                 ends.append(sink)
             source = ZmqExperienceSource(server, replay.store, ends)
         intake = Intake(source, replay, shape.limiter(), streams_per_actor=STREAMS)
-        self.known.limiter = intake.limiter
+        known = self.known
+        known.limiter, known.began = intake.limiter, len(replay)
         return ReplayServer(
             replay, intake, source, sink, memory.metrics("replay"), method="stratified"
         )
@@ -596,6 +603,10 @@ class ReplayMachine(Host):
         if self._looks % _CHECK_EVERY == 0:
             checker.check_leaves(server.replay, known)
             checker.check_slots(process.title, server.intake, server.replay)
+            if known.networked:
+                actors = range(self.cluster.shape.all_actors)
+                counts = {i: self.memory.metrics(f"actor {i}").value("chunks") for i in actors}
+                checker.check_statistics(known, counts)
 
 
 class ActorMachine(Host):
@@ -726,6 +737,7 @@ class Cluster:
 
     def __init__(self, time: Timeline) -> None:
         self.time, self.checker = time, Checker()
+        self.learners = 0  # lives of learners
         self.shape = shape = Shape.of(time)
         self.net = Network(time, copies=shape.copies, places=shape.places)
         self.orders = memoryview(bytearray(8 * steps.WORDS)).cast("q")
@@ -744,6 +756,8 @@ class Cluster:
             self._add(ActorMachine(self, f"actors{i}"))
         if shape.shards and not shape.learns_there:
             self._add(LearnerMachine(self, "learner"))
+            if shape.rival:
+                self._add(LearnerMachine(self, "rival"))
 
     def _add(self, host: Host) -> None:
         self.hosts[host.name] = host
@@ -751,7 +765,7 @@ class Cluster:
     def boot(self) -> None:
         """All machines, at about the same time."""
         for host in self.hosts.values():
-            self.time.soon(0.0, 2.0, host.boot)
+            self.time.soon(*((10.0, 40.0) if host.name == "rival" else (0.0, 2.0)), host.boot)
 
     def clock_s(self) -> float:
         """Monotonic."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.clock import Timeline
-from tests.simulation.cluster import ActorMachine, Cluster, Process, ReplayMachine
+from tests.simulation.cluster import ActorMachine, Cluster, LearnerMachine, Process, ReplayMachine
 from tests.stress.chaos_content import Violation
 from tests.stress.chaos_run import STEPS
 
@@ -182,13 +182,14 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
 def _progress(cluster: Cluster) -> None:
     """Every actor, the learner and the parameters go on, in a stated time."""
     checker, time = cluster.checker, cluster.time
-    batches, published = checker.batches, checker.published
+    batches, published, updates = checker.batches, checker.published, checker.updates
     for process in cluster.processes:
         process.stopped_until_s = 0.0
     lives = checker.lives.copy()
 
     def missing() -> list[str]:
         found = ["batches"] if checker.batches < batches + 5 else []
+        found += ["updates"] if checker.updates < updates + 3 else []
         for host in cluster.hosts.values():
             actors = [p for name, p in host.processes.items() if name.startswith("actor ")]
             numbers = getattr(host, "numbers", range(len(actors)))
@@ -199,6 +200,7 @@ def _progress(cluster: Cluster) -> None:
             if isinstance(host, ActorMachine) and not actors:
                 found.append(f"actors of {host.name}")
             elsewhere = isinstance(host, ReplayMachine) and host.shard > 0
+            elsewhere |= isinstance(host, LearnerMachine)  # one of two
             memory = host.memory
             if not elsewhere and (memory is None or memory.mailbox().version <= published):
                 found.append(f"parameters at {host.name}")
