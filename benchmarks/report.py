@@ -15,8 +15,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from benchmarks import pictures
+from benchmarks import learning
 from benchmarks.support.machine import RESULTS, ROOT
 
 Row = Sequence[str | None]
@@ -324,12 +325,11 @@ COMMANDS = {
     "sumtree": "zapex bench sumtree --peers",
     "replay": "zapex bench replay --peers",
     "clients": "zapex bench clients",
-    "scale": "zapex bench scale --only size --only batch",
+    "scale": "zapex bench scale --only size",
     "scale_restarts": "zapex bench scale --only restart --only snapshot",
     "scale_crowds": "zapex bench scale --only actors --only clients",
     "ring": "zapex bench ring",
-    "transport": "zapex bench transport --only sizes",
-    "transport_tcp": "zapex bench transport --only rows --over tcp tcp+curve --rounds 10",
+    "transport_tcp": "zapex bench transport --over tcp tcp+curve --rounds 10",
     "cluster": "zapex bench cluster",
     "simulate": "python -m benchmarks.transport.cluster_model",
     "paper": "zapex bench paper",
@@ -359,6 +359,30 @@ def filled(text: str) -> str:
     return _MARKED.sub(lambda m: f"{m[1]}\n{markdown(TABLES[m[2]]())}\n{m[3]}", text)
 
 
+def sumtree(cells: list[dict[str, Any]]) -> Figure:
+    """The pair and the roofline over capacity and over batch."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, x, fixed, value in (
+        (axes[0], "capacity", "batch", 512),
+        (axes[1], "batch", "capacity", 2**21),
+    ):
+        chosen = [cell for cell in cells if cell[fixed] == value]
+        for state, colour in (("fresh", "tab:blue"), ("cold", "tab:orange")):
+            for name, style in (("pair", "o-"), ("roof", "--")):
+                ys = [cell[state][name]["p50"] for cell in chosen]
+                axis.plot(
+                    [cell[x] for cell in chosen], ys, style, color=colour, markersize=4,
+                    label=f"{name}, {state}",
+                )  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel=x, title=f"{fixed} {value}")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("ns an item")
+    axes[0].legend()
+    figure.suptitle("sample + update of the sum tree, and the memory's own speed")
+    return figure
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write tables and pictures, or check the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -373,7 +397,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.check:
                 page.write_text(new)
     if not options.check:
-        pictures.draw(load, RESULTS)
+        sumtree(of("sumtree")["sweep"]).savefig(RESULTS / "sumtree.png", dpi=120)
+        learning.plot(of("learning")).savefig(RESULTS / "learning.png", dpi=120)
     return int(options.check and changed)
 
 

@@ -124,7 +124,7 @@ MEASUREMENTS = (
                   lambda whole: whole["results"]["sample"]["handle"]["p50"], False),),
     ),
     Measurement(
-        "transport_tcp", "zapex bench transport --only rows --over tcp", 6,
+        "transport_tcp", "zapex bench transport --over tcp", 6,
         (Headline("push of 800 transitions over tcp: {:.1f} ms", row("tcp", "push"), False),
          Headline("`sample(512)` over tcp: {:.1f} ms", row("tcp", "sample"), False)),
     ),

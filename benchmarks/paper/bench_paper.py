@@ -40,11 +40,12 @@ import numpy as np
 
 from benchmarks.paper import figures
 from benchmarks.paper.experience import record, setting_of
-from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Child, Pace, Point, measure, over
+from benchmarks.paper.points import FORMATS, LOAD_LIMIT, Bench, Pace, Point, measure, over
 from benchmarks.paper.real import SYSTEMS as REAL
 from benchmarks.paper.real import measure_real
 from benchmarks.support.harness import arguments
 from benchmarks.support.machine import LEAST_ROUNDS, Watch, doubts
+from benchmarks.support.processes import Process
 from benchmarks.transport import fstack_place, redis_server
 from benchmarks.transport.server import warm
 from tests.support.netns import can_have_namespaces
@@ -154,9 +155,9 @@ def recorded_bodies(quick: bool) -> np.ndarray:
         np.save(path, record(setting_of(1, quick)))
         return 0
 
-    child = Child(play)
+    child = Process(play)
     try:
-        child.result(300)
+        child.result(timeout_s=300)
         return np.load(path)
     finally:
         child.kill()

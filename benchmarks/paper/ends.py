@@ -6,6 +6,7 @@ All have the same calls, so that the paced roles are the same whatever is betwee
     learner   sample(), update(), set(), serve(until_s): what it does beside its computation
 """
 
+import os
 import time
 from collections.abc import Callable
 
@@ -14,15 +15,14 @@ import numpy as np
 from benchmarks.paper.baseline import Memory, Parameters, Sender, connect, most_waiting
 from benchmarks.paper.experience import fill, store_of
 from benchmarks.support.harness import Clock
-from benchmarks.transport.rig import NetworkClient, ShmClient
-from benchmarks.transport.server import BETA, NetworkServer, Setting
+from benchmarks.transport import rig
+from benchmarks.transport.server import BETA, NetworkServer, Setting, waiter
 from zapex.chunks.batch import Batch, aligned_zeros
-from zapex.chunks.layout import GENERATION, BatchLayout
+from zapex.chunks.layout import GENERATION, LIVE, SEQUENCE, BatchLayout
 from zapex.host.metrics import RoleMetrics
 from zapex.library.prioritized import PrioritizedReplay
 from zapex.net.keys import Security
 from zapex.shm_transport import HostMemory
-from zapex.wire.protocol import Kind
 
 _PHASES = ("insert", "sample", "update")
 _DEADLINE_S = 120.0
@@ -72,40 +72,58 @@ class LinkActor:
     """A relay's link over ZeroMQ."""
 
     def __init__(self, setting: Setting, bodies: np.ndarray, url: str, number: int) -> None:
-        self._client = NetworkClient(setting, url, OPEN, 1 + number)
-        fill(setting, self._client.store, bodies)
+        self._relay = rig.Relay(setting, url, OPEN, number)
+        fill(setting, self._relay.store, bodies)
         self._nbytes = setting.parameter_bytes
 
     def push(self) -> int:
         """A push, acknowledged."""
-        self._client.push()
-        return int(self._client.push_bytes)
+        self._relay.push()
+        return int(self._relay.push_bytes)
 
     def pull(self) -> int:
         """The newest parameters, if they have come."""
-        before = self._client._version
-        self._client.pull_if_there()
-        return self._nbytes if self._client._version != before else 0
+        return self._nbytes if self._relay.pull_if_there() else 0
 
 
 class ShmActor:
     """Slots of shared memory; what is pushed is their numbers."""
 
-    def __init__(self, setting: Setting, bodies: np.ndarray, host: HostMemory, number: int):
-        self._client, self._nbytes = ShmClient(setting, host, number), setting.parameter_bytes
-        self._source, self._version = host.mailbox(), 0
+    def __init__(self, setting: Setting, host: HostMemory, number: int) -> None:
+        self._setting, self._number = setting, number
+        self._sink = host.experience_sink(number, 1)
+        self._wait = waiter(host, f"actor {number}")
+        self._source, self._version, self._sequence = host.mailbox(), 0, 0
         self._parameters = np.zeros(setting.parameter_bytes, np.uint8)
 
     def push(self) -> int:
         """Chunks written into their slots, until the replay has made them live."""
-        self._client.commit(self._client.claim())
-        return self._client.push_bytes
+        found: list[np.ndarray] = []
+
+        def claim() -> bool:
+            slots = self._sink.try_claim()
+            if slots is not None:
+                found.append(slots)
+            return bool(found)
+
+        assert self._wait(claim, _DEADLINE_S)
+        store, slots = self._sink.store, found[0]
+        for slot, rows in zip(slots.tolist(), self._setting.rows, strict=True):
+            rig.write_chunk(self._setting, store, slot, rows, self._number)
+            store.header_rows[slot, SEQUENCE] = self._sequence
+            self._sequence += 1
+        self._sink.commit(slots)
+        deadline = time.monotonic() + _DEADLINE_S
+        while store.state(int(slots[-1])) != LIVE:
+            os.sched_yield()
+            assert time.monotonic() < deadline
+        return 8 * len(slots)
 
     def pull(self) -> int:
         """The newest parameters, if there are newer ones."""
         version = self._source.newer_than(self._version, self._parameters)
         self._version = max(version, self._version)
-        return self._nbytes if version else 0
+        return self._parameters.nbytes if version else 0
 
 
 class _Learner:
@@ -186,7 +204,7 @@ class ServingLearner(_Learner):
         super().__init__(setting)
         self._metrics = aligned_zeros(RoleMetrics.required_bytes())
         self._made = NetworkServer(setting, url, OPEN["replay"], self._metrics)
-        self._role, self._clock = self._made.duty.role, Clock()
+        self._role, self._clock = self._made.role, Clock()
 
     @property
     def pulled(self) -> int:  # type: ignore[override]
@@ -231,31 +249,31 @@ class LinkLearner(_Learner):
 
     def __init__(self, setting: Setting, url: str) -> None:
         super().__init__(setting)
-        self._client = NetworkClient(setting, url, OPEN, 0)
+        self._end = rig.Learner(setting, url, OPEN)
         for _ in range(2):
-            self._client.samples.request()
+            self._end.samples.request()
 
     def sample(self) -> None:
         """The batch that was asked for longest ago, and ask for one more."""
-        self.take(self._client.take)
-        self._client.samples.request()
+        self.take(self._end.take)
+        self._end.samples.request()
         self.pulled += len(self._priorities)
 
     @property
     def batch_bytes(self) -> int:
         """Received in batches so far."""
-        return self._client._received[Kind.BATCH]
+        return self._end.batch_bytes
 
     def update(self) -> None:
         """New priorities, on their way."""
         until(
-            lambda: self._client.samples.update(self.batch.keys.copy(), self._priorities),
+            lambda: self._end.samples.update(self.batch.keys.copy(), self._priorities),
             "room for an update",
         )
 
     def set(self) -> None:
         """New parameters, acknowledged."""
-        self._client.publish()
+        self._end.publish()
 
 
 class ShmLearner(_Learner):
@@ -263,8 +281,6 @@ class ShmLearner(_Learner):
 
     def __init__(self, setting: Setting, host: HostMemory) -> None:
         super().__init__(setting)
-        from benchmarks.transport.server import waiter
-
         self._samples, self._wait = host.sample_source(1), waiter(host, "learner")
         self._mailbox = host.mailbox()
         for _ in range(2):

@@ -160,76 +160,57 @@ def _breakdown(figure: Any, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda r: (list(NAMES).index(r["system"]), r["actors"])):
-        found.setdefault(row["system"], []).append(row)
-    return found
+def _plot(
+    axis: Any, rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float | None],
+    **how: Any,
+) -> None:  # fmt: skip
+    """A value over the number of actors, a line for each system. how: for the axis."""
+    counts = sorted({row["actors"] for row in rows})
+    for system, name in NAMES.items():
+        known = {r["actors"]: value(r) for r in rows if r["system"] == system}
+        points = [(n, known[n]) for n in counts if known.get(n) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", ms=4, label=name)
+    axis.set(xlabel="actors", **how)
+    axis.set_xticks(counts)
+    axis.grid(alpha=0.3, which="both")
 
 
 def _pushes(figure: Any, rows: list[dict[str, Any]]) -> None:
     left, right = figure.subplots(1, 2)
+    each = rows[0]["machine"]["transitions_per_push"]
+    title = f"Pushes of {each} transitions a second, all actors"
     ideal = {row["actors"]: row["ideal_push_hz"] for row in rows}
     left.plot(*zip(*sorted(ideal.items()), strict=True), "k--", label="without communication")
-    for system, some in _by_system(rows).items():
-        counts = [row["actors"] for row in some]
-        left.plot(counts, [row["push_hz"] for row in some], "o-", ms=4, label=NAMES[system])
-        shares = [100 * row["communication_share"] for row in some]
-        right.plot(counts, shares, "o-", ms=4, label=NAMES[system])
-    right.plot(
-        list(PAPER_SHARE), [100 * s for s in PAPER_SHARE.values()], "k*", ms=11,
-        label="the paper's baseline",
-    )  # fmt: skip
-    each = rows[0]["machine"]["transitions_per_push"] if rows else 0
-    left.set(
-        title=f"Pushes of {each} transitions a second, all actors",
-        xlabel="actors",
-        ylabel="pushes/s",
-    )
-    right.set(title="Communication, share of time", xlabel="actors", ylabel="%")
-    right.set_ylim(bottom=0)
+    _plot(left, rows, lambda row: row["push_hz"], title=title, ylabel="pushes/s")
+    _plot(right, rows, lambda row: 100 * row["communication_share"],
+          title="Communication, share of time", ylabel="%")  # fmt: skip
+    shares = [100 * share for share in PAPER_SHARE.values()]
+    right.plot(list(PAPER_SHARE), shares, "k*", ms=11, label="the paper's baseline")
     for axis in (left, right):
-        axis.set_xticks(sorted(ideal))
-        axis.grid(alpha=0.3)
-    right.legend(fontsize=8)
-    left.set_ylim(bottom=0)
-    left.legend(fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8)
 
 
 def _latencies(figure: Any, rows: list[dict[str, Any]]) -> None:
     axes = figure.subplots(2, 2).flatten()
     for axis, (key, title) in zip(axes, _LATENCIES.items(), strict=True):
-        for system, some in _by_system(rows).items():
-            known = [row for row in some if row[key]]
-            axis.plot(
-                [row["actors"] for row in known], [row[key]["median"] for row in known], "o-", ms=4,
-                label=NAMES[system],
-            )  # fmt: skip
-        axis.set(title=title, xlabel="actors", ylabel="ms, median", yscale="log")
+        _plot(axis, rows, lambda row, key=key: row[key].get("median"),
+              title=title, ylabel="ms, median", yscale="log")  # fmt: skip
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xticks(sorted({row["actors"] for row in rows}))
-        axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, ncols=4, fontsize=8, loc="outside lower center")
 
 
 def _pulls(figure: Any, rows: list[dict[str, Any]]) -> None:
     axis = figure.subplots()
-    for system, some in _by_system(rows).items():
-        axis.plot(
-            [row["actors"] for row in some],
-            [row["learner_pull_experiences_per_s"] for row in some], "o-", label=NAMES[system],
-        )  # fmt: skip
-    axis.set(
-        title="What a learner gets for a second of sampling "
-        "(its own replay: all experience; in-network: batches)",
-        xlabel="actors", ylabel="experiences/s", yscale="log",
-    )  # fmt: skip
-    axis.set_xticks(sorted({row["actors"] for row in rows}))
+    title = (
+        "What a learner gets for a second of sampling "
+        "(its own replay: all experience; in-network: batches)"
+    )
+    _plot(axis, rows, lambda row: row["learner_pull_experiences_per_s"],
+          title=title, ylabel="experiences/s", yscale="log")  # fmt: skip
     axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.yaxis.set_minor_formatter("{x:,.0f}")
-    axis.tick_params(axis="y", which="minor", labelsize=7)
-    axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
 
 

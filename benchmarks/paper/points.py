@@ -4,23 +4,20 @@ It is looked at in several windows, one after the other: figures are the windows
 `spreads` holds their p10 and p90.
 """
 
-import ctypes
-import json
 import mmap
 import os
-import select
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.paper import ends
-from benchmarks.paper.accounts import Account
 from benchmarks.paper.experience import plain, plain_bodies, setting_of
 from benchmarks.paper.roles import (
     ACTOR_COMMUNICATION,
@@ -31,19 +28,19 @@ from benchmarks.paper.roles import (
     learner,
 )
 from benchmarks.support.harness import joined, p10_p90
-from benchmarks.support.processes import reap, start
+from benchmarks.support.machine import cpu_seconds
+from benchmarks.support.processes import Process
 from benchmarks.transport import redis_server
-from benchmarks.transport.server import NetworkServer, Server, Setting, make_host, waiter
+from benchmarks.transport.server import NetworkServer, Setting, make_host, make_role, waiter
 from tests.support.netns import Namespaces
 from zapex.fstack import Setup
 from zapex.host.metrics import RoleMetrics
+from zapex.replay.core import ReplayCore
 from zapex.shm_transport import HostMemory
 
-CLONE_NEWNET = 0x40000000
 LOAD_LIMIT = 0.8  # above it roles wait for cores, not for the network
 _PORT = 7300
 _START_S = 120.0
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _SPREAD = (
     "communication_share", "actor_push_ms", "actor_pull_ms", "learner_set_ms", "learner_sample_ms",
     "learner_pull_experiences_per_s", "push_hz", "moving_share", "steps_per_s", "batches_per_s",
@@ -96,71 +93,15 @@ class Bench:
     ports: Iterator[int] = field(default_factory=lambda: iter(range(_PORT, _PORT + 900)))
 
 
-class Child:
-    """A role's process, and what it returns."""
-
-    def __init__(self, work: Callable[[], Any], namespace: str = "") -> None:
-        read, write = os.pipe()
-
-        def there() -> None:
-            os.close(read)
-            if namespace:
-                fd = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
-                if _LIBC.setns(fd, CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-                os.close(fd)
-            with os.fdopen(write, "w") as file:
-                json.dump(work(), file)
-
-        self.pid, self._fd, self._gone = start(there), read, False
-        os.close(write)
-
-    def result(self, timeout_s: float) -> Any:
-        """What it returned; it is gone then."""
-        found, deadline = b"", time.monotonic() + timeout_s
-        while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._fd], [], [], left_s)[0]:
-                raise TimeoutError(f"a role had no result after {timeout_s:.0f} s")
-            piece = os.read(self._fd, 1 << 16)
-            if not piece:
-                break
-            found += piece
-        _, status = os.waitpid(self.pid, 0)
-        self._gone = True
-        if status:
-            raise RuntimeError("a role has failed; its error is above")
-        return json.loads(found)
-
-    def ended(self) -> bool:
-        """Whether it has ended by itself."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def kill(self) -> None:
-        """End it, and close what is left."""
-        if not self._gone:
-            reap(self.pid)
-        os.close(self._fd)
-
-
-def serve(setting: Setting, url: str, words: Any, fstack: Setup | None) -> None:
-    """A replay in the network, for ever; parameters come from the learner."""
-    made = NetworkServer(setting, url, ends.OPEN["replay"], words, fstack)
-    _work(made.duty, made.server.wait)
-
-
 def _serve_here(setting: Setting, host: HostMemory) -> None:
+    """A replay over shared memory, for ever."""
     source, sink = host.experience_source(), host.sample_sink()
-    _work(
-        Server(setting, source, sink, host.experience, host.metrics("replay")),
-        waiter(host, "replay"),
-    )
-
-
-def _work(duty: Server, wait: Callable[[Callable[[], object], float], bool]) -> None:
+    replay = ReplayCore(setting.layout, seed=1, buffer=host.experience)
+    role = make_role(setting, replay, source, sink, host.metrics("replay"))
+    wait = waiter(host, "replay")
     while True:
-        if not duty.role.do_work():
-            wait(duty.role.ready, 0.2)
+        if not role.do_work():
+            wait(role.ready, 0.2)
 
 
 @contextmanager
@@ -183,22 +124,21 @@ def _places(bench: Bench, point: Point) -> Iterator[tuple[dict[str, str], str]]:
 
 def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
     """One point, measured; as a row of the result, without the machine's facts."""
-    setting = setting_of(point.actors + (point.system in ("c", "d-zmtp", "d-fstack")), bench.quick)
+    setting = setting_of(point.actors, bench.quick)
     bodies = bench.bodies
     if point.system == "b":
         bodies, setting = plain_bodies(setting, bodies), plain(setting)
     words = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
     metrics = np.frombuffer(mmap.mmap(-1, RoleMetrics.required_bytes()), np.uint8)
-    running: dict[str, Child] = {}
+    running: dict[str, Process] = {}
     with ExitStack() as stack:
         names, address = stack.enter_context(_places(bench, point))
 
         def begin(role: str, work: Callable[[], Any]) -> None:
             place = names.get(role.replace(" ", ""), "")
-            running[role] = Child(work, place)
+            running[role] = Process(work, place)
             stack.callback(running[role].kill)
 
-        line_rate = _line_rate(names, address, next(bench.ports)) if names["server"] else 0.0
         actor_of, learner_of = _ends(bench, point, setting, bodies, address, begin, metrics)
         places = list(range(2, 2 + point.actors))
         begin(
@@ -214,18 +154,17 @@ def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
         for window in range(1, 1 + bench.windows):
             before = replay.snapshot() if replay else {}
             words[0] = window
-            account = Account({role: child.pid for role, child in running.items()})
+            looked = _look(running)
             time.sleep(bench.seconds)
             after = replay.snapshot() if replay else {}
             phases = {
                 k.removeprefix("phase/"): after[k] - before[k] for k in after if "phase/" in k
             }
-            facts.append({**account.close(), "server_phases": phases})
+            facts.append({**_between(looked, _look(running)), "server_phases": phases})
         words[0] = OVER
-        found = {r: c.result(_START_S) for r, c in running.items() if r != "server"}
-    more = {"line_rate": line_rate, "push": sum(setting.rows)}
+        found = {r: c.result(timeout_s=_START_S) for r, c in running.items() if r != "server"}
     rows = [
-        _row(point, pace, cycles_of(found, window), {**seen, **more})
+        _row(point, pace, cycles_of(found, window), {**seen, "push": sum(setting.rows)})
         for window, seen in enumerate(facts, 1)
     ]
     row = over(rows)
@@ -233,6 +172,22 @@ def measure(bench: Bench, point: Point, pace: Pace) -> dict[str, Any]:
     known["windows"] = bench.windows
     known["shortest_step_s"] = min(one["machine"]["shortest_step_s"] for one in rows)
     return {**row, "host_bound": known["load"] > LOAD_LIMIT}
+
+
+def _look(running: dict[str, Process]) -> dict[str, Any]:
+    """Processor seconds of all cores and of each role so far, and when."""
+    roles = {name: sum(psutil.Process(one.pid).cpu_times()[:2]) for name, one in running.items()}
+    busy_s, _ = cpu_seconds(Path("/proc/stat").read_text())
+    return {"at_s": time.monotonic(), "busy_s": busy_s, "roles": roles}
+
+
+def _between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """load: the share of all cores that was busy, with what else the machine did."""
+    seconds = after["at_s"] - before["at_s"]
+    cpu = {name: {"all": {"cpu_s": after["roles"][name] - before["roles"][name]}}
+           for name in before["roles"]}  # fmt: skip
+    load = (after["busy_s"] - before["busy_s"]) / (seconds * (os.cpu_count() or 1))
+    return {"load": load, "seconds": seconds, "core_seconds": cpu}
 
 
 def cycles_of(found: dict[str, Any], window: int) -> dict[str, Any]:
@@ -263,7 +218,7 @@ def _ends(
         host = make_host(setting)
         begin("server", lambda: _serve_here(setting, host))
         return (
-            lambda i: ends.ShmActor(setting, bodies, host, i),
+            lambda i: ends.ShmActor(setting, host, i),
             lambda: ends.ShmLearner(setting, host),
         )
     url = f"tcp://{address}:{port}"
@@ -276,60 +231,27 @@ def _ends(
     if scheme == "fstack" and bench.fstack_address:
         url = f"tcp://{bench.fstack_address}:{port}"
     fstack = bench.fstack if scheme == "fstack" else None
-    begin("server", lambda: serve(setting, url.replace("tcp", scheme, 1), metrics, fstack))
+    listen = url.replace("tcp", scheme, 1)
+    begin(
+        "server",
+        lambda: NetworkServer(setting, listen, ends.OPEN["replay"], metrics, fstack).serve(),
+    )
     return (
         lambda i: ends.LinkActor(setting, bodies, url, i),
         lambda: ends.LinkLearner(setting, url),
     )
 
 
-def wait_until(running: dict[str, Child], done: Callable[[], object]) -> None:
+def wait_until(running: dict[str, Process], done: Callable[[], object]) -> None:
     """Raises RuntimeError if a role ends before, TimeoutError after two minutes."""
     deadline = time.monotonic() + _START_S
     while not done():
-        over = [role for role, child in running.items() if child.ended()]
+        over = [role for role, child in running.items() if child.has_ended()]
         if over:
             raise RuntimeError(f"{', '.join(over)} ended too early; the error is above")
         if time.monotonic() > deadline:
             raise TimeoutError(f"the roles were not ready after {_START_S:.0f} s")
         time.sleep(0.02)
-
-
-def _line_rate(names: dict[str, str], address: str, port: int) -> float:
-    """Gbit/s of one TCP connection from the learner's place to the server's."""
-    piece, seconds = bytes(1 << 20), 0.4
-
-    def receive() -> float:
-        with socket.create_server((address, port)) as listener:
-            listener.settimeout(20)
-            link, _ = listener.accept()
-            moved, began = 0, time.monotonic()
-            while got := len(link.recv(1 << 20)):
-                moved += got
-            return 8e-9 * moved / (time.monotonic() - began)
-
-    def send() -> int:
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                link = socket.create_connection((address, port), timeout=20)
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        stop = time.monotonic() + seconds
-        while time.monotonic() < stop:
-            link.sendall(piece)
-        link.close()
-        return 0
-
-    receiver, sender = Child(receive, names["server"]), Child(send, names["learner"])
-    try:
-        sender.result(40)
-        return float(receiver.result(40))
-    finally:
-        sender.kill()
-        receiver.kill()
 
 
 def over(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -374,13 +296,6 @@ def _row(
         known = [one["ms"][name] for one in of if one["ms"].get(name)]
         return {k: float(np.median([one[k] for one in known])) for k in (known[0] if known else ())}
 
-    threads = {
-        role: {
-            thread: {"cpu_s": cpu_s, "waited_s": facts["run_queue_wait_s"][role].get(thread, 0.0)}
-            for thread, cpu_s in cpu.items()
-        }
-        for role, cpu in facts["core_seconds"].items()
-    }
     return {
         "system": point.system, "actors": point.actors,
         "gbit": point.gbit or None, "format": FORMATS[point.system],
@@ -390,14 +305,14 @@ def _row(
         "host_bound": facts["load"] > LOAD_LIMIT,
         "communication_share": float(communication),
         "actor_share": actor_share, "learner_share": learner_share,
-        "core_seconds": threads,
+        "core_seconds": facts["core_seconds"],
         "actor_push_ms": ms(actors, "push"), "actor_pull_ms": ms(actors, "pull"),
         "learner_set_ms": ms([learns], "set"), "learner_sample_ms": ms([learns], "sample"),
         "learner_pull_experiences_per_s": learns["pulled"] / sampling_s if sampling_s else 0.0,
         "push_hz": sum(one["pushes"] / sum(one["seconds"].values()) for one in actors),
         "ideal_push_hz": point.actors / pace.actor_s,
         "machine": {
-            "load": facts["load"], "seconds": facts["seconds"], "line_gbit": facts["line_rate"],
+            "load": facts["load"], "seconds": facts["seconds"],
             "server_phases_s": learns["phases"] or facts["server_phases"], "steps": learns["steps"],
             "pushes": sum(one["pushes"] for one in actors),
             "shortest_step_s": learns["shortest_step_s"], "transitions_per_push": facts["push"],

@@ -2,13 +2,13 @@
 
     python -m benchmarks.peers.trees NAME CAPACITY SWEEP_BYTES
 
-answers each line "BATCH CALLS COLD STRATIFIED" with CALLS rows [sample ns, update ns, places];
+answers each line "BATCH CALLS COLD" with CALLS rows [sample ns, update ns, places];
 places: the sum of the drawn indices, from which it can be seen who drew the same. Every contender
 starts with the same priorities and does the same work: draw BATCH indices with their priorities,
 then give them new ones. All draw from the same uniforms, so that they read the same places in the
-same order: one from each of BATCH equal parts of the total, ascending, where STRATIFIED is 1,
-otherwise each from the whole. cpprb draws by itself, and only in parts. With COLD, before each of
-the two the caches are swept and a call with one item fetches the code.
+same order: one from each of BATCH equal parts of the total, ascending. cpprb draws by itself, in
+the same way. With COLD, before each of the two the caches are swept and a call with one item
+fetches the code.
 """
 
 import itertools
@@ -23,10 +23,9 @@ from benchmarks.peers.serving import serve
 rng = np.random.default_rng(1)
 
 
-def fractions(n, stratified):
-    """n places in [0, 1): of the whole, or one in each of n equal parts."""
-    drawn = rng.random(n)
-    return (np.arange(n) + drawn) / n if stratified else drawn
+def fractions(n):
+    """n places in [0, 1), one in each of n equal parts."""
+    return (np.arange(n) + rng.random(n)) / n
 
 
 class Zapex:
@@ -40,8 +39,8 @@ class Zapex:
         self.tree = SumTree(len(priorities))
         self.tree.update(np.arange(len(priorities)), priorities)
 
-    def sample(self, n, stratified):
-        return self.tree.sample(n, rng, "stratified" if stratified else "independent")[0]
+    def sample(self, n):
+        return self.tree.sample(n, rng)[0]
 
     def update(self, indices, priorities):
         self.tree.update(indices, priorities)
@@ -69,8 +68,8 @@ class TorchRL:
         self.tree = getattr(_torchrl, f"SumSegmentTreeFp{bits}")(self.size)
         self.update(np.arange(self.size), priorities)
 
-    def sample(self, n, stratified):
-        mass = fractions(n, stratified) * self.tree.query(0, self.size)
+    def sample(self, n):
+        mass = fractions(n) * self.tree.query(0, self.size)
         indices = self.tree.scan_lower_bound(mass)
         self.tree[indices]
         return indices
@@ -94,8 +93,8 @@ class Tianshou:
         self.tree = SegmentTree(len(priorities))
         self.update(np.arange(len(priorities)), priorities)
 
-    def sample(self, n, stratified):
-        indices = self.tree.get_prefix_sum_idx(fractions(n, stratified) * self.tree.reduce())
+    def sample(self, n):
+        indices = self.tree.get_prefix_sum_idx(fractions(n) * self.tree.reduce())
         self.tree[indices]
         return indices
 
@@ -117,8 +116,7 @@ class Cpprb:
         self.buffer = cpprb.PrioritizedReplayBuffer(len(priorities), {"x": {}}, alpha=1.0)
         self.buffer.add(x=np.zeros(len(priorities), np.float32), priorities=priorities)
 
-    def sample(self, n, stratified):
-        assert stratified, "cpprb draws one from each of n equal parts"
+    def sample(self, n):
         return self.buffer.sample(n, 0.4)["indexes"]
 
     def update(self, indices, priorities):
@@ -136,8 +134,8 @@ class PlainNumpy:
         self.tree = np.zeros(2 * self.leaves)
         self.update(np.arange(len(priorities)), priorities)
 
-    def sample(self, n, stratified):
-        rest = fractions(n, stratified) * self.tree[1]
+    def sample(self, n):
+        rest = fractions(n) * self.tree[1]
         node = np.ones(n, np.int64)
         for _ in range(self.depth):
             node *= 2
@@ -169,17 +167,17 @@ CONTENDERS = {
 turns = itertools.count(1)
 
 
-def measure(tree, sweep, batch, calls, cold, stratified):
+def measure(tree, sweep, batch, calls, cold):
     times = []
     for turn in itertools.islice(turns, calls):
         seeded = np.random.default_rng(turn)
         new = seeded.random(batch) + 1e-6
         if cold:
             sweep()
-            tree.sample(1, stratified)
+            tree.sample(1)
         rng.bit_generator.state = seeded.bit_generator.state  # whatever was drawn before
         start = time.perf_counter_ns()
-        indices = tree.sample(batch, stratified)
+        indices = tree.sample(batch)
         sampled = time.perf_counter_ns() - start
         assert len(indices) == batch
         if cold:

@@ -13,12 +13,11 @@ roof is the least that any tree with so many leaves must do: at the places just 
 independent 8-byte read and one read-modify-write an item, in an array of the leaves' size. "x roof"
 is the pair (a sample, then an update of the same items) less the random-number generator, over it.
 
-With --peers all trees draw from the same uniforms, once one from each of 512 equal parts, in
-ascending order, as zapex does unless told otherwise, and once each from the whole. The headline is
-the cold case: a learner's step lies between two draws.
+With --peers all trees draw from the same uniforms, one from each of 512 equal parts, in ascending
+order, as zapex does by default. The headline is the cold case: a learner's step lies between two
+draws.
 """
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,9 +40,7 @@ from zapex.sumtree_numba import SumTree
 CAPACITIES = [2**n for n in (10, 12, 14, 16, 18, 20, 21, 22, 24)]
 BATCHES = [1, 8, 64, 512, 4096]
 HEADLINE = (2**21, 512)
-DRAWS = {"stratified": (), "independent": ("cpprb",)}
-"""How all draw alike, and who cannot draw so."""
-TIMED = ["find", "update", "sample", "pair", "rng", "roof"]
+TIMED = ["pair", "rng", "roof"]
 
 
 @kernel
@@ -76,29 +73,16 @@ def measure(
     def draw(n: int) -> np.ndarray:
         return tree.sample(n, rng)[0]
 
-    def priorities() -> np.ndarray:
-        return rng.random(batch) + 1e-6
-
     def pair() -> float:
         sampling, places = timed(draw, batch)
-        return sampling + timed(tree.update, places, priorities())[0]
+        return sampling + timed(tree.update, places, rng.random(batch) + 1e-6)[0]
 
     def roof() -> float:
         places = draw(batch)
         reading, _ = timed(lambda places: _read(array, places, out), places)
         return reading + timed(lambda places: _modify(array, places), places)[0]
 
-    def update() -> float:
-        return timed(tree.update, rng.integers(0, tree.capacity, batch), priorities())[0]
-
-    work = {
-        "find": lambda: timed(tree.find, rng.random(batch) * tree.total)[0],
-        "update": update,
-        "sample": lambda: timed(draw, batch)[0],
-        "pair": pair,
-        "rng": lambda: timed(rng.random, batch)[0],
-        "roof": roof,
-    }
+    work = {"pair": pair, "rng": lambda: timed(rng.random, batch)[0], "roof": roof}
 
     def repeated(case: Callable[[], float]) -> Callable[[], float]:
         return lambda: sum(case() for _ in range(calls)) / calls
@@ -146,8 +130,8 @@ def sweep_sizes(quick: bool) -> list[dict[str, Any]]:
 def compare_peers(python: str, quick: bool) -> dict[str, Any]:
     """The headline's pair by every contender that is installed, cold and fresh; prints the table.
 
-    {name: {"version", draws: {state: {"sample", "update", "pair", "places"}}}}. places: the mean
-    of all drawn indices, the same for all that drew the same.
+    {name: {"version", "stratified": {state: {"sample", "update", "pair", "places"}}}}. places: the
+    mean of all drawn indices, the same for all that drew the same.
     """
     capacity, batch = (2**18 if quick else HEADLINE[0]), HEADLINE[1]
     print(f"\n{capacity} leaves, batch {batch}: nanoseconds an item, each in a fresh process")
@@ -155,33 +139,27 @@ def compare_peers(python: str, quick: bool) -> dict[str, Any]:
     turns = {"cold": (3, 3), "fresh": (5, 20)} if quick else {"cold": (20, 5), "fresh": (40, 25)}
     with Contenders("benchmarks.peers.trees", pythons, capacity, quick) as contenders:
         results = contenders.missing
-        for draws, (state, (rounds, calls)) in itertools.product(DRAWS, turns.items()):
-            words = batch, calls, int(state == "cold"), int(draws == "stratified")
-            for name, rows in contenders.in_turns(rounds, *words, without=DRAWS[draws]).items():
+        for state, (rounds, calls) in turns.items():
+            words = batch, calls, int(state == "cold")
+            for name, rows in contenders.in_turns(rounds, *words).items():
                 result = results.setdefault(name, {"version": contenders.versions[name]})
-                result.setdefault(draws, {})[state] = {
+                result.setdefault("stratified", {})[state] = {
                     "sample": percentiles(rows[:, 0], batch),
                     "update": percentiles(rows[:, 1], batch),
                     "pair": percentiles(rows[:, :2].sum(1), batch),
                     "places": float(rows[:, 2].mean()) / batch,
                 }
-    print_peers(results)
-    return results
-
-
-def print_peers(results: dict[str, Any]) -> None:
-    """One line a contender and kind of draw: sample + update, the pair as a multiple of ours."""
     for name, result in results.items():
         if "missing" in result:
             print(f"{name:16} missing: {result['missing']}")
             continue
-        for draws in sorted(set(DRAWS) & set(result), reverse=True):
-            line = f"{name:16} {result['version']:10} {draws:11}"
-            for state, found in result[draws].items():
-                sample, update, pair = (found[k]["p50"] for k in ("sample", "update", "pair"))
-                times = pair / results["zapex"][draws][state]["pair"]["p50"]
-                line += f"  {state} {sample:7.1f} + {update:6.1f} = {pair:7.1f} ({times:4.1f} x)"
-            print(line)
+        line = f"{name:16} {result['version']:10}"
+        for state, found in result["stratified"].items():
+            sample, update, pair = (found[k]["p50"] for k in ("sample", "update", "pair"))
+            times = pair / results["zapex"]["stratified"][state]["pair"]["p50"]
+            line += f"  {state} {sample:7.1f} + {update:6.1f} = {pair:7.1f} ({times:4.1f} x)"
+        print(line)
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -90,11 +90,9 @@ class Contenders:
         for contender in self._all.values():
             contender.close()
 
-    def in_turns(
-        self, rounds: int, *words: int, without: Collection[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """Each one's rows; words: what every round asks for. without: who cannot do it."""
-        rows: dict[str, list[np.ndarray]] = {n: [] for n in self._present if n not in without}
+    def in_turns(self, rounds: int, *words: int) -> dict[str, np.ndarray]:
+        """Each one's rows; words: what every round asks for."""
+        rows: dict[str, list[np.ndarray]] = {name: [] for name in self._present}
         for turn in range(rounds + 1):
             for name in random.Random(turn).sample(sorted(rows), len(rows)):
                 measured = self._present[name].work(words)

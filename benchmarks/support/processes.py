@@ -1,4 +1,7 @@
-"""Other processes for a benchmark: forked, and gone when their parent is."""
+"""Other processes for a benchmark: forked, and gone when their parent is.
+
+Whoever forks must have no threads of its own yet: no ZeroMQ context, no running kernel.
+"""
 
 import ctypes
 import json
@@ -8,25 +11,21 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _CLONE_NEWNET = 1, 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _LOOK_S = 0.1
 
 
-def start(work: Callable[[], object], nice: int = 0) -> int:
-    """A child that does `work` once; it ends with status 1 where that raises.
-
-    The caller must have no threads of its own yet: no ZeroMQ context, no running kernel.
-    """
+def start(work: Callable[[], object]) -> int:
+    """A child that does `work` once; it ends with status 1 where that raises."""
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.nice(nice)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         work()
         status = 0
     except BaseException:
@@ -55,36 +54,29 @@ def reap(pid: int) -> None:
     """End a child, if it has not ended by itself."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    # torch's queue names the memory that it shares, for a moment: a kill in it leaves the name.
-    for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
-        left.unlink(missing_ok=True)
-
-
-def start_with_result(
-    work: Callable[[], Any], enter: Callable[[], None] = lambda: None
-) -> "Process":
-    """A child that does `work` and hands its JSON back. enter: called first, in the child.
-
-    The caller must have no threads of its own yet, as for `start`.
-    """
-    read, write = os.pipe()
-
-    def there() -> None:
-        os.close(read)
-        enter()
-        with os.fdopen(write, "w") as file:
-            json.dump(work(), file)
-
-    pid = start(there)
-    os.close(write)
-    return Process(pid, read)
 
 
 class Process:
-    """A child of `start_with_result`."""
+    """A child that does `work` and hands its JSON back.
 
-    def __init__(self, pid: int, fd: int) -> None:
-        self.pid, self._fd, self._is_over = pid, fd, False
+    namespace: a network namespace, where it does it; "": that of this process.
+    """
+
+    def __init__(self, work: Callable[[], Any], namespace: str = "") -> None:
+        read, write = os.pipe()
+
+        def there() -> None:
+            os.close(read)
+            if namespace:
+                fd = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+                if _LIBC.setns(fd, _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+                os.close(fd)
+            with os.fdopen(write, "w") as file:
+                json.dump(work(), file)
+
+        self.pid, self._fd, self._is_over = start(there), read, False
+        os.close(write)
 
     def result(self, server: "Process | None" = None, timeout_s: float = 120.0) -> Any:
         """What its work returned; the child is gone then.
@@ -98,7 +90,7 @@ class Process:
                 if server is not None and server.has_ended():
                     raise RuntimeError("the server has ended before its client; its error is above")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"a client had no result after {timeout_s:.0f} s")
+                    raise TimeoutError(f"a process had no result after {timeout_s:.0f} s")
             piece = os.read(self._fd, 1 << 16)
             if not piece:
                 break
@@ -107,7 +99,7 @@ class Process:
         os.close(self._fd)
         _, status = os.waitpid(self.pid, 0)
         if status:
-            raise RuntimeError("a client has failed; its error is above")
+            raise RuntimeError("a process has failed; its error is above")
         return json.loads(found)
 
     def has_ended(self) -> bool:

@@ -12,8 +12,8 @@ Over each of five windows
 
     shares          of wall time, by what each role was doing
     communication   of wall time: an actor's pull and push, the learner's sample and set
-    busy            of the processor time of all threads of a role's process: that of libzmq's own
-                    threads, and of the role's thread at most as long as it was communicating
+    busy            of the processor time of all threads of the learner's process: that of libzmq's
+                    own threads, and of its own thread at most as long as it was communicating
 """
 
 import contextlib
@@ -93,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     found.append(_measure(run_dir, commands, seconds))
             results[name] = joined(found, median)
             spreads[name] = joined(found, lambda values: np.percentile(values, [10, 90]).tolist())
-            _show(name, results[name])
-            if held:
-                _check_work(name, results[name], results.get(f"{learner}, NULL", results[name]))
+            plain = f"{learner}, NULL" if held else name
+            _show(name, results[name], results.get(plain, results[name]))
     write_json(options, "cluster", results, rounds=1 if options.quick else WINDOWS, where=where,
                seconds=seconds, spreads=spreads)  # fmt: skip
     return 0
@@ -165,22 +164,20 @@ def _wait_for_batches(directory: Path, commands: list[subprocess.Popen[bytes]], 
         time.sleep(1.0)
 
 
-def threads_s(commands: Sequence[subprocess.Popen[bytes]]) -> dict[str, dict[str, float]]:
-    """Processor seconds of each role's process so far: of libzmq's threads, and of all."""
-    found: dict[str, dict[str, float]] = {}
+def _threads_s(commands: Sequence[subprocess.Popen[bytes]]) -> tuple[float, float]:
+    """Processor seconds of the learner's process so far: of libzmq's threads, and of all."""
     for command in commands:
         for child in psutil.Process(command.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
-                title = " ".join(child.cmdline()).strip().removeprefix("zapex: ")
-                tasks = Path(f"/proc/{child.pid}/task")
-                libzmq_s = sum(
-                    one.user_time + one.system_time
-                    for one in child.threads()
-                    if (tasks / str(one.id) / "comm").read_text().startswith(_LIBZMQ)
-                )
-                used = child.cpu_times()
-                found[title.split()[0]] = {"libzmq": libzmq_s, "all": used.user + used.system}
-    return found
+                if " ".join(child.cmdline()).startswith("zapex: learner"):
+                    tasks = Path(f"/proc/{child.pid}/task")
+                    libzmq_s = sum(
+                        one.user_time + one.system_time
+                        for one in child.threads()
+                        if (tasks / str(one.id) / "comm").read_text().startswith(_LIBZMQ)
+                    )
+                    return libzmq_s, sum(child.cpu_times()[:2])
+    raise RuntimeError("there is no learner")
 
 
 def _measure(
@@ -188,63 +185,36 @@ def _measure(
 ) -> dict[str, Any]:
     """Shares over a window."""
     began = {part: len(_lines(directory, part)) for part in ("replay", "actor", "learner")}
-    used_before, began_s = threads_s(commands), time.monotonic()
+    before, began_s = _threads_s(commands), time.monotonic()
     time.sleep(seconds)
-    elapsed_s = time.monotonic() - began_s
-    used_after = threads_s(commands)
-    found: dict[str, Any] = {"shares": {}, "cores_used": {}, "busy": {}}
-    used_s = 0.0
+    elapsed_s, after = time.monotonic() - began_s, _threads_s(commands)
+    shares: dict[str, dict[str, float]] = {}
     for part, roles in (
         ("replay", ("replay",)), ("actor", ("actor", "relay")), ("learner", ("learner",)),
     ):  # fmt: skip
         window = [line for line in _lines(directory, part)[began[part] :] if "comm/" in str(line)]
         for role in roles:
-            named = {k for line in window for k in line if k.startswith(f"comm/{role}_")}
-            found["shares"][role] = {
-                key.removeprefix(f"comm/{role}_"): _mean(window, key) for key in sorted(named)
-            }
-            found["cores_used"][role] = _mean(window, f"system/{role}_cpu_cores")
-        used_s += _mean(window, "system/cpu_cores")
-        if part == "learner":
-            found["rates_per_s"] = {
-                "batches": _mean(window, "learner/batches_per_s"),
-                "frames": _mean(window, "charts/FPS"),
-            }
-            # In a step: what the network takes where it is real, the pace where it is not.
-            found["step_s"] = {
-                phase: _mean(window, f"phases/learner_{phase}") / found["rates_per_s"]["batches"]
-                for phase in ("forward", "backward")
-            }
-            found["machine_busy"] = _mean(window, "system/host_cpu_share")
-    found["cores_used"]["all"] = used_s
-    shares = found["shares"]
-    found["communication"] = {
+            prefix = f"comm/{role}_"
+            named = {key for line in window for key in line if key.startswith(prefix)}
+            shares[role] = {k.removeprefix(prefix): _mean(window, k) for k in sorted(named)}
+    # The learner's lines are the last: its window has the run's rates.
+    rates = {
+        "batches": _mean(window, "learner/batches_per_s"), "frames": _mean(window, "charts/FPS"),
+    }  # fmt: skip
+    communication = {
         "actor": shares["actor"]["pull"] + shares["actor"]["push"],
         "learner": shares["learner"]["sample"] + shares["learner"]["set"],
     }
-    for role, phases in _COMMUNICATION.items():
-        before, after = (used.get(role, {}) for used in (used_before, used_after))
-        if before and after and after["all"] > before["all"]:
-            libzmq_s, all_s = (after[kind] - before[kind] for kind in ("libzmq", "all"))
-            own_s = min(elapsed_s * sum(shares[role].get(p, 0.0) for p in phases), all_s - libzmq_s)
-            found["busy"][role] = {"libzmq": libzmq_s / all_s, "own": own_s / all_s,
-                                   "communication": (libzmq_s + own_s) / all_s}  # fmt: skip
-    return found
-
-
-def _check_work(name: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Say that shares can't be compared if the work differs by more than a tenth."""
-    for kind, rate in found["rates_per_s"].items():
-        ratio = rate / plain["rates_per_s"][kind]
-        if abs(ratio - 1) > 0.1:
-            print(
-                f"{name}: don't compare, it made {ratio:.2f} x the {kind} of the run without keys"
-            )
-
-
-_COMMUNICATION = {
-    "learner": ("sample", "set"), "actor": ("pull", "push"), "relay": ("pull", "push", "report"),
-}  # fmt: skip
+    libzmq_s, all_s = (end - start for start, end in zip(before, after, strict=True))
+    own_s = min(elapsed_s * communication["learner"], all_s - libzmq_s)
+    return {
+        "shares": shares,
+        "rates_per_s": rates,
+        "step_s": _mean(window, "phases/learner_forward") / rates["batches"],
+        "machine_busy": _mean(window, "system/host_cpu_share"),
+        "communication": communication,
+        "busy": {"learner": {"communication": (libzmq_s + own_s) / all_s}},
+    }
 
 
 def _mean(lines: list[dict[str, Any]], key: str) -> float:
@@ -252,20 +222,19 @@ def _mean(lines: list[dict[str, Any]], key: str) -> float:
     return round(statistics.fmean(values), 5) if values else float("nan")
 
 
-def _show(name: str, found: dict[str, Any]) -> None:
-    rates, cores = found["rates_per_s"], len(os.sched_getaffinity(0))
-    print(f"\n{name}: {rates['batches']:.2f} batches/s, {rates['frames']:,.0f} frames/s")
-    print(f"  cores used {found['cores_used']['all']:.2f} of {cores}; the machine was "
-          f"{found['machine_busy']:.0%} busy")  # fmt: skip
+def _show(name: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """plain: of the run without keys, with which it can be compared if it did as much."""
+    rates = found["rates_per_s"]
+    print(f"\n{name}: {rates['batches']:.2f} batches/s, {rates['frames']:,.0f} frames/s; the "
+          f"machine was {found['machine_busy']:.0%} busy")  # fmt: skip
     for role, shares in found["shares"].items():
         print(f"  {role:8} " + "  ".join(f"{k} {v:.1%}" for k, v in shares.items()))
-    for role, busy in found["busy"].items():
-        print(f"  {role}: {busy['communication']:.1%} of its processor time is communication, "
-              f"{busy['libzmq']:.1%} libzmq's threads")  # fmt: skip
     for role, share in found["communication"].items():
         print(f"  {role}'s communication {share:.1%}")
-    if found["machine_busy"] > 0.8:
-        print("  above 80 % load: what waits for a core counts as communication too")
+    print(f"  of the learner's processor time {found['busy']['learner']['communication']:.1%}")
+    for kind, rate in rates.items():
+        if abs(rate / plain["rates_per_s"][kind] - 1) > 0.1:
+            print(f"  don't compare: {rate / plain['rates_per_s'][kind]:.2f} x the {kind}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What bounds a transport: the same bytes as a bare ZeroMQ message, and as a memcpy.
+"""What bounds a transport: the same bytes as a bare ZeroMQ message.
 
 Each goes both ways: "push" is n bytes to the server and a few back, "pull" a few there and n back.
-Calls follow each other at once; "rested" pulls come 30 ms apart, as zapex's do, who wait for news.
 """
 
 import struct
@@ -17,7 +16,7 @@ _PULL, _PUSH = 1, 2
 _ASK = struct.Struct("<Bq")
 _TIMEOUT_S = 60
 _WARM_S = 0.2  # not counted: TCP finds its rate, libzmq's memory is faulted in
-_REST_S = 0.03  # between two pulls: the next version is there by then
+_REST_S = 0.03  # between two pulls of parameters: the next version is there by then
 
 
 def timed(call: Callable[[], object], seconds: float, least: int = 5) -> dict[str, Any]:
@@ -46,18 +45,6 @@ def pulls(pull: Callable[[], object], seconds: float) -> dict[str, Any]:
         pull()
         times.append(clock_ns() - start)
     return percentiles(times[1:], 1000)
-
-
-def rate(turn: Callable[[], int], seconds: float) -> float:
-    """MB/s of something that returns how many bytes it moved, after a tenth that does not count."""
-    stop = time.monotonic() + seconds / 10
-    turn()
-    while time.monotonic() < stop:
-        turn()
-    moved, start = 0, time.monotonic()
-    while time.monotonic() < start + seconds:
-        moved += turn()
-    return moved / (time.monotonic() - start) / 1e6
 
 
 def zmq_server(
@@ -90,7 +77,7 @@ def zmq_client(
     key: bytes | None = None,
     send_buffer_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Of each size: latency both ways, and throughput with two under way."""
+    """Of each size: latency both ways."""
     import zmq
 
     dealer = zmq.Context().socket(zmq.DEALER)
@@ -109,39 +96,9 @@ def zmq_client(
             dealer.send_multipart([_ASK.pack(_PUSH, size), value], copy=False)
             dealer.recv()
 
-        def ask(size: int = size) -> None:
+        def pull(size: int = size) -> None:
             dealer.send(_ASK.pack(_PULL, size))
+            dealer.recv(copy=False)
 
-        def take(size: int = size) -> int:
-            return len(dealer.recv(copy=False))
-
-        def pull() -> None:
-            ask()
-            take()
-
-        def turn() -> int:
-            ask()
-            return take()
-
-        found = {"push_us": timed(push, seconds), "pull_us": timed(pull, seconds)}
-        found["rested_pull_us"] = pulls(pull, seconds)
-        ask()
-        found["pull_mb_per_s"] = rate(turn, seconds)
-        take()
-        results.append(found)
-    return results
-
-
-def memcpy(sizes: list[int], seconds: float) -> list[dict[str, Any]]:
-    """Of each size: one copy, from memory that is not the last copy's."""
-    results = []
-    for size in sizes:
-        cells, turns = np.ones((4, size), np.uint8), iter(range(1 << 60))
-
-        def copy(cells: np.ndarray = cells, turns: Any = turns) -> None:
-            turn = next(turns)
-            cells[turn % 4][:] = cells[(turn + 1) % 4]
-
-        found = timed(copy, seconds)
-        results.append({"push_us": found, "pull_us": found})
+        results.append({"push_us": timed(push, seconds), "pull_us": timed(pull, seconds)})
     return results

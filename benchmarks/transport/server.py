@@ -1,6 +1,5 @@
-"""The replay's side of the transport benchmark: the real role over either transport."""
+"""The replay's side of the benchmarks of transports: the real role over either of them."""
 
-import itertools
 import math
 import os
 import time
@@ -79,93 +78,71 @@ def atari(actors: int = 1, capacity: int = 40_000) -> Setting:
     return Setting(schema, 64, (64,) * 12 + (32,), 512, PARAMETER_BYTES, capacity, actors)
 
 
-def of_size(nbytes: int) -> Setting:
-    """Chunks, batches and parameters of about so many bytes each."""
-    chunk, batch = (64, 32) if nbytes >= 1 << 16 else (1, 1)
-    item = max(1, nbytes // (chunk + 1))
-    columns = {"obs": Column((item,), np.uint8), "action": Column((), np.int64)}
-    schema = Schema(columns, n_step=1)
-    return Setting(schema, chunk, (chunk,), batch, nbytes, 8 * chunk)
-
-
-class Server:
-    """The replay role over either transport; parameters are renewed as they are taken."""
-
-    def __init__(
-        self, setting: Setting, source: Any, sink: Any, experience: Any, metrics: RoleMetrics
-    ) -> None:
-        layout = setting.layout
-        limits = LimiterConfig(
-            samples_per_insert=0, tolerance=0, min_size_to_sample=setting.batch,
-            batch=setting.batch, grant=len(setting.rows) * setting.chunk, capacity=layout.capacity,
-        )  # fmt: skip
-        replay, streams = self.replay(setting, experience), len(setting.rows)
-        intake = Intake(source, replay, limits, streams_per_actor=streams)
-        self.role = ReplayServer(replay, intake, source, sink, metrics, method="stratified")
-
-    @staticmethod
-    def replay(setting: Setting, experience: Any) -> ReplayCore:
-        """Over the experience's memory."""
-        return ReplayCore(setting.layout, seed=1, buffer=experience)
-
-
-def serve(
-    role: Any,
-    wait: Callable[[Callable[[], object], float], bool],
-    mailbox: Mailbox,
-    taken: Callable[[], int],
-) -> None:
-    """A role, for ever; parameters are renewed `_RENEW_S` after `taken()` has grown."""
-    value = np.zeros(mailbox.value_bytes, np.uint8)
-    mailbox.publish(1, value)
-    before, due_s = 0, math.inf
-    while True:
-        done = role.do_work()
-        now, now_s = taken(), time.monotonic()
-        if now != before:
-            before, due_s = now, min(due_s, now_s + _RENEW_S)
-        if now_s >= due_s:
-            mailbox.publish(mailbox.version + 1, value)
-            due_s = math.inf
-        elif not done:
-            wait(role.ready, min(due_s - now_s, _LONGEST_WAIT_S))
+def make_role(
+    setting: Setting, replay: ReplayCore, source: Any, sink: Any, metrics: RoleMetrics
+) -> ReplayServer:
+    """The replay role over either transport."""
+    layout, streams = setting.layout, len(setting.rows)
+    limits = LimiterConfig(
+        samples_per_insert=0, tolerance=0, min_size_to_sample=setting.batch,
+        batch=setting.batch, grant=streams * setting.chunk, capacity=layout.capacity,
+    )  # fmt: skip
+    intake = Intake(source, replay, limits, streams_per_actor=streams)
+    return ReplayServer(replay, intake, source, sink, metrics, method="stratified")
 
 
 class NetworkServer:
-    """A replay server's parts; all its memory is its own but the metrics `words`."""
+    """A replay server's parts; all its memory is its own but the metrics `words`.
+
+    fstack: what fstack:// needs.
+    """
 
     def __init__(
         self, setting: Setting, url: str, security: Security, words: Any = None,
-        fstack: Setup | None = None, **more: Any,
+        fstack: Setup | None = None,
     ) -> None:  # fmt: skip
-        """fstack: what fstack:// needs. more: for LinkServer."""
         actors, nbytes = setting.actors, setting.parameter_bytes
         experience = aligned_zeros(setting.layout.nbytes)
         experience[:] = 0  # populated
-        store = Server.replay(setting, experience).store
-        roster = Roster(aligned_zeros(Roster.required_bytes(actors)), actors, store.header_rows)
-        mailbox = Mailbox(aligned_zeros(Mailbox.required_bytes(nbytes)), nbytes, create=True)
-        self.mailbox = mailbox
+        replay = ReplayCore(setting.layout, seed=1, buffer=experience)
+        roster = Roster(
+            aligned_zeros(Roster.required_bytes(actors)), actors, replay.store.header_rows
+        )
+        self.mailbox = Mailbox(aligned_zeros(Mailbox.required_bytes(nbytes)), nbytes, create=True)
         self.server = LinkServer(
             listen(url, security, setting.form.largest_request_bytes, fstack=fstack),
             setting.form, {}, roster, incarnation=time.time_ns(),
-            params_version=lambda: mailbox.version, **more,
+            params_version=lambda: self.mailbox.version,
         )  # fmt: skip
-        sink = ZmqSampleSink(self.server, store)
-        self.parameters = ZmqParameters(self.server, mailbox)
-        self.source = ZmqExperienceSource(self.server, store, [sink, self.parameters])
+        sink = ZmqSampleSink(self.server, replay.store)
+        self.parameters = ZmqParameters(self.server, self.mailbox)
+        source = ZmqExperienceSource(self.server, replay.store, [sink, self.parameters])
         if words is None:
             words = aligned_zeros(RoleMetrics.required_bytes())
         metrics = RoleMetrics(words, "replay", create=True)
-        self.duty = Server(setting, self.source, sink, experience, metrics)
+        self.role = make_role(setting, replay, source, sink, metrics)
 
+    def serve(self) -> None:
+        """For ever; parameters come from the learner."""
+        while True:
+            if not self.role.do_work():
+                self.server.wait(self.role.ready, _LONGEST_WAIT_S)
 
-def serve_network(
-    setting: Setting, url: str, security: Security, words: Any = None, fstack: Setup | None = None
-) -> None:
-    """A replay server, for ever."""
-    made = NetworkServer(setting, url, security, words, fstack)
-    serve(made.duty.role, made.server.wait, made.mailbox, lambda: made.parameters.counts["sent"])
+    def serve_and_renew(self) -> None:
+        """For ever; parameters are renewed `_RENEW_S` after they were taken."""
+        value = np.zeros(self.mailbox.value_bytes, np.uint8)
+        self.mailbox.publish(1, value)
+        before, due_s = 0, math.inf
+        while True:
+            done = self.role.do_work()
+            now, now_s = self.parameters.counts["sent"], time.monotonic()
+            if now != before:
+                before, due_s = now, min(due_s, now_s + _RENEW_S)
+            if now_s >= due_s:
+                self.mailbox.publish(self.mailbox.version + 1, value)
+                due_s = math.inf
+            elif not done:
+                self.server.wait(self.role.ready, min(due_s - now_s, _LONGEST_WAIT_S))
 
 
 def make_host(setting: Setting) -> HostMemory:
@@ -188,14 +165,6 @@ def waiter(host: HostMemory, name: str) -> Callable[[Callable[[], object], float
     return Waiter(host.sleeping, host.sleeping_word(name), host.eventfds[index]).wait
 
 
-def serve_shm(setting: Setting, host: HostMemory) -> None:
-    """A replay server over shared memory."""
-    source, sink = host.experience_source(), host.sample_sink()
-    parameters = host.mailbox()
-    role = Server(setting, source, sink, host.experience, host.metrics("replay")).role
-    serve(role, waiter(host, "replay"), parameters, itertools.count().__next__)
-
-
 def securities(directory: Path | None) -> dict[str, Security]:
     """Of each role: with the keys in `directory`, or without."""
     if directory is None:
@@ -209,8 +178,8 @@ def securities(directory: Path | None) -> dict[str, Security]:
 
 def warm() -> None:
     """Compile (or load) every kernel before anybody is forked."""
-    setting = of_size(64)
-    replay = PrioritizedReplay(64, setting.schema, chunk=4)
+    columns = {"obs": Column((32,), np.uint8), "action": Column((), np.int64)}
+    replay = PrioritizedReplay(64, Schema(columns, n_step=1), chunk=4)
     obs = np.zeros((8, 32), np.uint8)
     nothing = np.zeros(8, np.bool_)
     replay.extend(

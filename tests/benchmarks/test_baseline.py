@@ -17,7 +17,10 @@ from zapex.chunks.batch import Batch
 from zapex.chunks.layout import COUNT, BatchLayout
 from zapex.library.prioritized import PrioritizedReplay
 
-pytestmark = pytest.mark.skipif(bool(redis_server.missing()), reason=redis_server.missing())
+pytestmark = [
+    pytest.mark.bench,
+    pytest.mark.skipif(bool(redis_server.missing()), reason=redis_server.missing()),
+]
 LAYOUT = layout_of(400)
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers.replays import OURS
 from benchmarks.replay import bench_clients, bench_scale
 from benchmarks.support.machine import ROOT
-from benchmarks.transport import bench_ring, redis_server, server
+from benchmarks.transport import bench_ring, bench_transport, redis_server
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(400)]
 _PERCENTILES = ("p10", "p50", "p90", "p99")
@@ -98,27 +98,23 @@ def check_clients(found: Any) -> None:
 
 def check_scale(found: Any) -> None:
     assert set(found) == set(bench_scale.PARTS)
-    check_figures(found, may_be_zero={"exponent"})
+    check_figures(found)
 
 
 def check_ring(found: Any) -> None:
     cells = found["cells"]
     check_figures(cells)
     rows = {(one["kind"], one["contender"], one["bytes"]) for one in cells}
-    assert rows == set(bench_ring.cells_of(quick=True))
-    for one in cells:
-        if one["kind"] == "throughput":
-            assert one["received_bytes"] == one["received_messages"] * one["bytes"]
+    assert rows == set(bench_ring.CELLS)
 
 
 def check_transport(found: Any) -> None:
-    check_figures(found, may_be_zero={"idle_cpu"})
-    rows, kinds = found["rows"], ("ipc", "tcp", "tcp+curve", "zmtp", "zmtp+curve")
-    assert {f"zapex {kind}" for kind in kinds} | {"memcpy", "zmq tcp"} <= set(rows)
+    check_figures(found)
+    rows = found["rows"]
+    assert {f"zapex {kind}" for kind in bench_transport.KINDS} | {"zmq tcp"} <= set(rows)
     ours = [one for name, one in rows.items() if name.startswith("zapex")]
-    assert len({rows[f"zapex {kind}"]["push_bytes"] for kind in kinds}) == 1, "the same push"
+    assert len({one["push_bytes"] for one in ours}) == 1, "the same push"
     for one in ours:
-        assert one["pull_bytes"] == server.PARAMETER_BYTES
         assert 512 * _FRAME < one["sample_bytes"] < 1.05 * 512 * 8 * _FRAME
 
 
@@ -126,7 +122,7 @@ def check_cluster(found: Any) -> None:
     (one,) = found.values()
     assert set(one["shares"]) == {"replay", "actor", "relay", "learner"}
     assert all(0 < sum(shares.values()) <= 1.05 for shares in one["shares"].values())
-    assert one["step_s"]["forward"] >= 0.9 * 0.020, "a step took less than its pace"
+    assert one["step_s"] >= 0.9 * 0.020, "a step took less than its pace"
 
 
 def check_learner(found: Any) -> None:
