@@ -110,7 +110,12 @@ def test_actors_auto_uses_the_result_for_this_environment_and_network(
 
 @pytest.mark.parametrize(
     ("words", "names"),
-    [("--learner-ms -1", "--learner-ms"), ("--figure a.pdf", "a.pdf"), ("--json no/a.json", "no/")],
+    [
+        ("--learner-ms -1", "--learner-ms"),
+        ("--figure a.pdf", "a.pdf"),
+        ("--json no/a.json", "no/"),
+        ("--max-minutes 1", "--max-minutes"),
+    ],
 )
 def test_a_wrong_flag_is_named(words: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["balance", "CartPole-v1", *words.split()]) == 2

@@ -6,10 +6,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zapex.cli.flags import check_output
+from zapex.cli.flags import check_output, flags_of
 from zapex.cli.resolve import Options, cache_directory, resolve
 from zapex.config.fields import setting
+from zapex.config.settings import EvaluatorConfig, RunConfig
 
+_UNREAD = {
+    *flags_of(EvaluatorConfig, RunConfig), "total_timesteps", "more_minutes", "more_frames",
+} - {"preset", "seed"}  # fmt: skip
 _FOREIGN = 0.05  # a share of the cores
 
 
@@ -38,7 +42,7 @@ def command(args: list[str]) -> int:
         "Measure how fast actors and learner are on this machine, alone and together, and say how "
         "many actors and environments to use; `zapex train --actors auto` then uses them."
     )
-    run = resolve(args, "balance", what, BalanceOptions)
+    run = resolve(args, "balance", what, BalanceOptions, unread=_UNREAD)
     options: BalanceOptions = run.more
     from zapex.machine import gpu
     from zapex.run import balance

@@ -70,6 +70,7 @@ def resolve(
     what: str,
     options: type[Options] = Options,
     part: Part = PARTS["all"],
+    unread: Collection[str] = (),
 ) -> Resolved:
     """The settings and options of a command line, checked against the environment and the memory.
 
@@ -79,12 +80,14 @@ def resolve(
         what: its help.
         options: what the command takes besides the settings.
         part: what this host runs; a part without the replay needs no memory for it.
+        unread: settings and options that the command makes no use of; they are no flags of it.
 
     Raises:
         ConfigError: anything that cannot work, before any process starts.
     """
     kinds = (options, *SECTIONS.values())
-    given = read(args, flags_of(*kinds), command, ["env"])
+    known = {name: types for name, types in flags_of(*kinds).items() if name not in unread}
+    given = read(args, known, command, ["env"])
     help_wanted = given.pop("help", False)
     more = options(**{name: given.pop(name) for name in flags_of(options) if name in given})
     layers, spec, machine = _layered(given, more, command, part, not help_wanted)
@@ -92,7 +95,9 @@ def resolve(
         values = vars(more) | {name: layers[name] for name in FIELDS}
         groups = {
             (kind.__doc__ or "").partition(".")[0]: [
-                name for name in flags_of(kind) if name not in FIELDS or _concerns(part, name)
+                name
+                for name in flags_of(kind)
+                if name in known and (name not in FIELDS or _concerns(part, name))
             ]
             for kind in kinds
         }
