@@ -124,7 +124,7 @@ def test_quantiles_have_targets_of_their_own_and_q_their_errors(dueling, options
 
     def values(network, obs):
         with torch.no_grad():
-            return network.values(network.to_input(obs)).double().numpy()
+            return network.head(network.features(network.to_input(obs))).double().numpy()
 
     before = values(online, batch["obs"])
     follows, seen = (values(learner.target, batch[name]) for name in ("next_obs", "obs"))

@@ -226,27 +226,24 @@ class DQN:
         reward, discount = columns["reward"], columns["discount"]
         after_features = (self.online if self._shares else self.target).features(following)
         values = self.target.head(after_features)
-        q = self._q(values)
+        q = self.online.q_of(values)
         if self._munchausen:
             log_policy = F.log_softmax(q / _TEMPERATURE, 1)
             before = features if self._shares else self.target.features(seen)
-            taken = F.log_softmax(self._q(self.target.head(before)) / _TEMPERATURE, 1)
+            taken = F.log_softmax(self.online.q_of(self.target.head(before)) / _TEMPERATURE, 1)
             bonus = (_TEMPERATURE * _of_actions(taken, columns["action"])).clamp(-1.0, 0.0)
             reward = reward + _MUNCHAUSEN * bonus
             log_policy = log_policy.view(*q.shape, *[1] * (values.ndim - 2))
             after = (log_policy.exp() * (values - _TEMPERATURE * log_policy)).sum(1)
         else:
             if self._double and self._shares:
-                q = self._q(self.online.head(after_features))
+                q = self.online.q_of(self.online.head(after_features))
             elif self._double:
                 q = self.online(following)
             after = _of_actions(values, q.argmax(1))
         if self.online.quantiles:
             reward, discount = reward.unsqueeze(1), discount.unsqueeze(1)
         return reward + discount * after
-
-    def _q(self, values: Tensor) -> Tensor:
-        return values.mean(2) if self.online.quantiles else values
 
     def count(self) -> bool:
         """Count a step that was made or queued. Returns whether the target is to be renewed now."""

@@ -212,17 +212,21 @@ class Network(ABC):
             q: np.ndarray = self(self.to_input(obs)).cpu().numpy()
         return q
 
-    def values(self, inputs: Any) -> Tensor:
-        """Q values (B, num_actions), or if it has `quantiles` N, these (B, num_actions, N)."""
-        return self.head(self.features(inputs))
+    def __call__(self, inputs: Any) -> Tensor:
+        """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
+        return self.q_of(self.head(self.features(inputs)))
+
+    def q_of(self, values: Tensor) -> Tensor:
+        """Q values of what `head` returned."""
+        return values.mean(2) if self.quantiles else values
 
     def features(self, inputs: Any) -> Any:
         """What `head` makes values from: a trunk's output, or the inputs if there is no trunk."""
         return inputs
 
+    @abstractmethod
     def head(self, features: Any) -> Tensor:
-        """What `values` returns, from `features`."""
-        return self(features)
+        """Q values (B, num_actions), or if it has `quantiles` N, these (B, num_actions, N)."""
 
     def learns(self) -> None:  # noqa: B027
         """Called once on the network that is trained."""
@@ -240,15 +244,11 @@ class Network(ABC):
 
     @abstractmethod
     def to_input(self, obs: np.ndarray | Tensor) -> Any:
-        """Observations (B, *obs_shape) of any strides as what `__call__` takes."""
+        """Observations (B, *obs_shape) of any strides as what `features` takes."""
 
     @abstractmethod
     def to_plain_input(self, obs: Tensor) -> Any:
         """`to_input` by operators that ONNX has, too."""
-
-    @abstractmethod
-    def __call__(self, inputs: Any) -> Tensor:
-        """Q values, float32 (B, num_actions), of the inputs that `to_input` made."""
 
 
 class Nature(Network):
@@ -369,10 +369,6 @@ class Nature(Network):
     def to_plain_input(self, obs: Tensor) -> Tensor:
         return (obs if self._is_image else obs.flatten(1)).to(self.dtype)
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        values = self.values(inputs)
-        return values.mean(2) if self.quantiles else values
-
     def features(self, inputs: Tensor) -> Tensor:
         leaves = self.leaves
         use_packed = self._packed_rows > 0 and not torch.is_grad_enabled()
@@ -486,8 +482,8 @@ class ModuleNetwork(Network):
             for (key, shape, _), column in zip(self._parts, columns, strict=True)
         }
 
-    def __call__(self, inputs: Any) -> Tensor:
-        q: Tensor = self._module(inputs)
+    def head(self, features: Any) -> Tensor:
+        q: Tensor = self._module(features)
         return q.float()
 
 
