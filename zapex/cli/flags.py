@@ -9,6 +9,7 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -198,6 +199,7 @@ def show_help(
     raise SystemExit(0)
 
 
+@cache
 def texts_of(kind: type) -> dict[str, str]:
     """Field -> the docstring under it, which is the flag's help."""
     texts = {}

@@ -12,6 +12,7 @@ import traceback
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -292,6 +293,7 @@ def ale_settings(source: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@cache
 def _count_actions(game: str, full: bool) -> int:
     import ale_py
     from ale_py import roms
