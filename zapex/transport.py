@@ -8,7 +8,7 @@ role without work waits with its own `wait(ready, timeout_s)`, with a deadline. 
 int64. Arrays belong to the caller if the text does not say otherwise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from zapex.chunks.batch import Batch
 from zapex.chunks.store import ChunkStore
 from zapex.replay.draw import Draw
-
-Wait = Callable[[Callable[[], object], float], bool]
-"""wait(ready, timeout_s): True as soon as ready() is true, False at the deadline."""
 
 
 class ExperienceSink(Protocol):

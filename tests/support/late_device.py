@@ -60,7 +60,6 @@ class LateQueues:
         self._computer: deque[Callable[[], object] | Event] = deque()
         self._sent: dict[int, int] = {}  # buffer -> how many copies to it were put into the queue
         self.content: dict[int, int] = {}  # buffer -> which of them it holds; -1: poison
-        self.host_waited = 0
 
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -113,7 +112,6 @@ class LateQueues:
         self._some()
 
     def host_waits(self, event: Event) -> None:
-        self.host_waited += 1
         while not event.done:
             if not self._one():
                 raise Misuse("the host waits for ever")

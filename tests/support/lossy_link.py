@@ -23,7 +23,7 @@ class LossyLink:
         self.truncate_after: int | None = None
         self.captured: bytearray | None = None
         self.frozen = self.down = False
-        self.forwarded_bytes = self.connections = 0
+        self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
@@ -121,7 +121,6 @@ class LossyLink:
             self._drop(end)
             return
         self._passed[end] += len(data)
-        self.forwarded_bytes += len(data)
         if self.captured is not None:
             self.captured += data
         if self._delay_s:

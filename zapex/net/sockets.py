@@ -360,7 +360,7 @@ class ZapHandler:
 
     def __init__(self, context: "zmq.Context[Any]", keys: RoleKeys | None) -> None:
         self._keys = keys
-        self.admitted = self.refused = 0
+        self.refused = 0
         self.socket: Any = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ZAP_ENDPOINT)
@@ -382,7 +382,6 @@ class ZapHandler:
         if role is None:
             self.refused += 1
             return [b"1.0", number, b"400", b"not admitted", b"", b""]
-        self.admitted += 1
         return [b"1.0", number, b"200", b"OK", role.encode(), b""]
 
     def _role(self, request: list[bytes]) -> str | None:
