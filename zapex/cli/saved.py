@@ -1,5 +1,8 @@
 """`zapex.load_policy` and `zapex export`: a run's trained network for other programs."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
     from zapex.agent.networks import Network
     from zapex.envs.environments import EnvironmentSpec
+    from zapex.roles.evaluator import QValues
     from zapex.run.checkpoints import Checkpoint
 
 
@@ -147,7 +151,18 @@ def command(args: list[str]) -> int:
 
 
 def _export_episodes(options: _ExportOptions) -> int:
-    from zapex.cli.episodes import export
+    """Play whole episodes, and write each when it ends.
+
+    Observations are those of the network: stacked on ALE, and flat for a Dict.
+    """
+    try:
+        import minari
+        from gymnasium import spaces
+        from minari.data_collector import EpisodeBuffer
+    except ImportError as error:
+        raise ConfigError(f'--minari needs {error.name}: pip install "zapex[minari]"') from None
+    import numpy as np
+
     from zapex.cli.play import Stored
     from zapex.run import checkpoints
     from zapex.watch import runs
@@ -155,21 +170,77 @@ def _export_episodes(options: _ExportOptions) -> int:
     run = Stored.of(runs.find(options.run), "", options.trust, "cpu")
     saved = checkpoints.find(run.run_dir, options.checkpoint)
     policy = checkpoints.load_network(checkpoints.load(saved), run.spec, run.config.learner)
-    evaluator = run.config.evaluator
+    evaluator, spec, directory = run.config.evaluator, run.spec, Path(options.minari)
+    epsilon = evaluator.eval_epsilon if options.epsilon is None else options.epsilon
     name = f"zapex/{run.run_dir.absolute().name}-v0"
-    episodes, steps = export(
-        policy.q_values,
-        run.spec,
-        Path(options.minari),
-        name,
-        episodes=options.episodes,
-        seed=options.seed,
-        epsilon=evaluator.eval_epsilon if options.epsilon is None else options.epsilon,
-        noop_max=evaluator.eval_noop_max,
-    )
+    if (directory / name).exists():
+        raise ConfigError(f"there is a dataset already: {directory / name}")
+    played = _played(policy.q_values, spec, options, epsilon, evaluator.eval_noop_max)
+    low, high = (0, 255) if spec.observation_dtype == "uint8" else (-np.inf, np.inf)
+    dtype: Any = np.dtype(spec.observation_dtype)
+    with _minari_datasets_in(directory):
+        dataset = minari.create_dataset_from_buffers(
+            name,
+            (EpisodeBuffer(**episode) for episode in played),
+            observation_space=spaces.Box(low, high, spec.observation_shape, dtype),
+            action_space=spaces.Discrete(spec.num_actions, start=spec.first_action),
+            algorithm_name="Ape-X DQN (zapex)",
+            description=f"{spec.env_id}: {spec.describe}",
+            jpeg_encoding=False,  # it would lose what the network saw
+        )
     print(f"checkpoint {saved}")
-    print(f"dataset {name} in {options.minari}: {episodes} episodes, {steps:,} steps")
+    print(
+        f"dataset {name} in {options.minari}: {dataset.total_episodes} episodes, "
+        f"{dataset.total_steps:,} steps"
+    )
     return 0
+
+
+def _played(
+    q_values: "QValues", spec: "EnvironmentSpec", options: _ExportOptions, epsilon: float,
+    noop_max: int,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The fields of each episode of T steps: T + 1 observations, T of all else."""
+    import numpy as np
+
+    from zapex.agent.policy import epsilon_greedy
+    from zapex.envs import streams
+
+    games = streams.make(spec, 1, seed=options.seed, noop_max=noop_max)
+    rng = np.random.default_rng(options.seed)
+    try:
+        obs = games.reset()
+        for number in range(options.episodes):
+            seen, rows = [obs[0].copy()], []
+            while True:
+                action = epsilon_greedy(np.asarray(q_values(obs)), epsilon, rng)
+                step = games.step(action)
+                obs = step.obs
+                seen.append(obs[0].copy())
+                ends = bool(step.terminated[0]), bool(step.truncated[0])
+                rows.append((int(action[0]) + spec.first_action, float(step.reward[0]), *ends))
+                if any(ends):
+                    break
+            columns = ("actions", "rewards", "terminations", "truncations")
+            fields = dict(zip(columns, map(np.array, zip(*rows, strict=True)), strict=True))
+            yield {"id": number, "observations": np.stack(seen), **fields}
+            obs = games.step(action).obs  # the first of the next game; the action is ignored
+    finally:
+        games.close()
+
+
+@contextlib.contextmanager
+def _minari_datasets_in(directory: Path) -> Iterator[None]:
+    """Minari takes its directory from the process's environment alone."""
+    before = os.environ.get("MINARI_DATASETS_PATH")
+    os.environ["MINARI_DATASETS_PATH"] = str(directory.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MINARI_DATASETS_PATH"]
+        else:
+            os.environ["MINARI_DATASETS_PATH"] = before
 
 
 def _shape(spec: "EnvironmentSpec") -> str:
