@@ -198,9 +198,7 @@ class Mine(gymnasium.Env):
 """
 
 
-def python(
-    program: str, name: str = "", timeout_s: float = 100
-) -> "subprocess.CompletedProcess[str]":
+def python(program: str, name: str = "") -> "subprocess.CompletedProcess[str]":
     """Run a script, or without a name cells of a notebook: a main module that is no file."""
     words = [sys.executable, "-c", program]
     if name:
@@ -239,6 +237,7 @@ def test_a_script_without_a_main_guard_is_an_error() -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_no_process_imports_needs_no_main_guard() -> None:
     done = python(CALL.replace("Mine,", "'CartPole-v1',"), "mine.py")
     assert done.returncode == 0, done.stderr

@@ -148,6 +148,7 @@ def test_a_replay_that_does_not_answer_loses_its_share_and_gets_it_back(tmp_path
         assert mine[1] & set(client.sample(256).keys.tolist())
 
 
+@pytest.mark.slow
 def test_what_a_writer_has_for_a_replay_that_is_gone_goes_to_another(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -59,7 +59,7 @@ def storm(system: System, rng: np.random.Generator, ticks: int, servers_die: boo
             system.check_slots()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     config=configs(),
     stack=st.sampled_from([1, 1, 3]),

@@ -28,7 +28,7 @@ def facts_of(script: str, *arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("kills", [60, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [20, pytest.param(5000, marks=pytest.mark.slow)])
 def test_a_ring_whose_ends_are_killed_hands_every_record_over_once(kills: int) -> None:
     facts = facts_of("ring_kills", "--kills", kills, "--seed", 1)
     assert (facts["torn"], facts["foreign"], facts["doubled"]) == (0, 0, 0)
@@ -38,7 +38,7 @@ def test_a_ring_whose_ends_are_killed_hands_every_record_over_once(kills: int) -
 @pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
     ("kills", "kib"),
-    [(40, 256), *(pytest.param(500, kib, marks=pytest.mark.slow) for kib in (1, 64, 13172))],
+    [(15, 256), *(pytest.param(500, kib, marks=pytest.mark.slow) for kib in (1, 64, 13172))],
 )
 def test_a_mailbox_whose_writer_is_killed_gives_whole_values_only(kills: int, kib: int) -> None:
     facts = facts_of("mailbox_kills", "--kills", kills, "--seed", 1, "--kib", kib)
@@ -47,7 +47,7 @@ def test_a_mailbox_whose_writer_is_killed_gives_whole_values_only(kills: int, ki
 
 
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("kills", [12, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(600, marks=pytest.mark.slow)])
 def test_a_training_killed_at_any_step_of_a_save_never_steps_back(kills: int) -> None:
     facts = facts_of("checkpoint_kills", "--kills", kills, "--seed", 1)
     assert min(facts["killed_at"].values()) == kills / 6  # each of the six steps

@@ -15,9 +15,11 @@ NEEDED = {
 """Model -> its rules, each of which it can be checked without."""
 NEEDED["mailbox"].append("CELLS=1")
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("spin") and shutil.which("cc")), reason="needs spin and a C compiler"
-)
+needed = shutil.which("spin") and shutil.which("cc")
+pytestmark = [
+    pytest.mark.slow,  # what they depend on are the models alone
+    pytest.mark.skipif(not needed, reason="needs spin and a C compiler"),
+]
 
 
 def errors_of(model: str, directory: Path, *definitions: str) -> int:
@@ -44,7 +46,6 @@ def test_the_model_holds(model: str, tmp_path: Path) -> None:
     assert errors_of(model, tmp_path) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "removed"), [(model, rule) for model, rules in NEEDED.items() for rule in rules]
 )
@@ -52,6 +53,5 @@ def test_the_check_fails_without(model: str, removed: str, tmp_path: Path) -> No
     assert errors_of(model, tmp_path, removed) == 1
 
 
-@pytest.mark.slow
 def test_the_model_of_slots_holds_for_more_chunks(tmp_path: Path) -> None:
     assert errors_of("slots", tmp_path, "CHUNKS=3") == 0
