@@ -186,6 +186,7 @@ def _export_episodes(options: _ExportOptions) -> int:
             action_space=spaces.Discrete(spec.num_actions, start=spec.first_action),
             algorithm_name="Ape-X DQN (zapex)",
             description=f"{spec.env_id}: {spec.describe}",
+            data_format="arrow",  # of the extra; the default needs h5py
             jpeg_encoding=False,  # it would lose what the network saw
         )
     print(f"checkpoint {saved}")
