@@ -26,6 +26,7 @@ _PAGES = {
 }
 # Where a link to a directory leads.
 _FOLDERS = {"benchmarks/results": "results.md#the-files"}
+_FLAG_HELP = re.compile(r"^  (--\S+(?: \S+)*)\s+((?:.+\n?)(?: {30}.+\n?)*)", re.M)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _REFERENCE = "<!-- reference -->"
 _COMMANDS = "<!-- commands -->"
@@ -121,12 +122,20 @@ def _commands() -> str:
 
     settings = {(kind.__doc__ or "").partition(".")[0] for kind in SECTIONS.values()}
     parts = []
-    for name, (command, _) in main.COMMANDS.items():
-        groups = re.split(r"\n(?=\n[A-Z][^\n]*:\n)", main.help_of(command).rstrip())
-        own = [groups[0], *(g for g in groups[1:] if g.split(":")[0].strip() not in settings)]
-        rest = "" if len(own) == len(groups) else "\n\nAnd [settings](settings.md)."
-        text = "\n".join(own)
-        parts.append(f"## {name}\n\n~~~text\n{text}\n~~~{rest}")
+    for name, (command, purpose) in main.COMMANDS.items():
+        about, *groups = re.split(r"\n(?=[A-Z][^\n]*:\n  --)", main.help_of(command))
+        what, _, usage = about.rpartition("Usage: ")
+        usage = usage.splitlines()[0] if what else f"zapex {name} [NAME]"
+        lines = [f"## {name}", "", " ".join(what.split()) or purpose, "", f"`{usage}`"]
+        own = [group for group in groups if group.partition(":")[0] not in settings]
+        for group in own:
+            lines += ["", "| flag | meaning |", "|---|---|"]
+            for flag, text in _FLAG_HELP.findall(group):
+                cells = [cell.replace("|", "\\|") for cell in (f"`{flag}`", " ".join(text.split()))]
+                lines.append(f"| {' | '.join(cells)} |")
+        if len(own) < len(groups):
+            lines += ["", "And [settings](settings.md)."]
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
