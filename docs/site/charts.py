@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def filled(markdown: str) -> str:
         for file, report in _reports():
             curves = _curves(file, report)
             if match[1] and match[1] in curves:
-                ours = [line for line in curves[match[1]] if line[0].startswith("zapex,")]
+                ours = [line for line in curves[match[1]] if line[0] == "zapex"]
                 parts.append(_part(match[1], ours).partition("\n\n")[2])
             elif curves and not match[1]:
                 parts += [_part(title, lines) for title, lines in curves.items()]
@@ -54,10 +55,10 @@ def _curves(file: str, report: dict[str, Any]) -> dict[str, list[Line]]:
     found: dict[str, list[Line]] = {}
     if file == "learning":
         for run in results.values():
-            name = f"{run['variant']}, seed {run['seed']}"
-            found.setdefault(run["env"], []).append(_line(name, run["curve"], "lines"))
-    for seed, run in results.get("seeds", {}).items():
-        line = _line(f"seed {seed}", run["evaluations"], "lines+markers")
+            line = _line(run["variant"], run["curve"], "lines")
+            found.setdefault(run["env"], []).append(line)
+    for run in results.get("seeds", {}).values():
+        line = _line("zapex", run["evaluations"], "lines+markers")
         found.setdefault("CartPole-v1", []).append(line)
     return found
 
@@ -69,18 +70,25 @@ def _line(name: str, points: Sequence[Sequence[float]], mode: str) -> Line:
 
 def _part(title: str, lines: list[Line]) -> str:
     figure = go.Figure()
-    for label, minutes, _, returns, mode in lines:
-        figure.add_scatter(x=minutes, y=returns, name=label, mode=mode)
+    names = list(dict.fromkeys(name for name, *_ in lines))  # a colour each, for all its seeds
+    shown = set[str]()
+    for name, minutes, _, returns, mode in lines:
+        figure.add_scatter(
+            x=minutes, y=returns, name=name, mode=mode, legendgroup=name,
+            showlegend=name not in shown, line={"color": qualitative.D3[names.index(name)]},
+        )  # fmt: skip
+        shown.add(name)
     buttons = [
         {"label": label, "method": "update",
          "args": [{"x": [line[column] for line in lines]}, {"xaxis.title.text": label}]}
         for label, column in (("minutes", 1), ("frames", 2))
     ]  # fmt: skip
     figure.update_layout(
-        template="none", height=380, margin={"l": 55, "r": 15, "t": 45, "b": 45},
-        xaxis_title="minutes", yaxis_title="return",
+        template="none", height=360 + 19 * len(names),
+        margin={"l": 55, "r": 15, "t": 45, "b": 50 + 19 * len(names)},
+        xaxis_title={"text": "minutes", "standoff": 5}, yaxis_title="return",
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",  # the theme's, as in site.css
-        legend={"orientation": "h", "y": -0.25},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
         updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons,
                       "x": 0, "y": 1.15, "xanchor": "left"}],
     )  # fmt: skip

@@ -26,6 +26,7 @@ _PAGES = {
 }
 # Where a link to a directory leads.
 _FOLDERS = {"benchmarks/results": "results.md#the-files"}
+_CHART = re.compile(r"!\[([^\]]*)\]\((\S+\.png)\)")
 _FLAG_HELP = re.compile(r"^  (--\S+(?: \S+)*)\s+((?:.+\n?)(?: {30}.+\n?)*)", re.M)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _REFERENCE = "<!-- reference -->"
@@ -89,6 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if page.file.generated_by is None or page.file.src_uri in _PAGES:
         markdown = _LINK.sub(link, markdown)
+    markdown = _CHART.sub(r"[![\1](\2)](\2)", markdown)  # a click shows it in its own size
     if _REFERENCE in markdown:
         markdown = markdown.replace(_REFERENCE, _public_names())
     if _COMMANDS in markdown:
