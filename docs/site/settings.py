@@ -19,6 +19,7 @@ the table `[learner]`), and an argument of `zapex.TrainConfig`. The preset `pape
 values. Where a preset has two values, the first is for images, the second for vectors; "by machine"
 depends on cores, memory and GPU. `zapex train` takes the preset that suits the machine.
 `zapex config --preset laptop` prints the values on yours with the reason for each.
+`--reward-clip` is on for Atari only.
 
 Settings marked with * may differ between [hosts of one run](many_hosts.md).
 """
