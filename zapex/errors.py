@@ -1,5 +1,6 @@
 """The whole exception tree.
 
+```text
 ZapexError
 ├── ConfigError          a value the user gave cannot work; exit code 2
 │   ├── SchemaError      columns, shapes, dtypes or a schema hash that do not fit
@@ -19,6 +20,7 @@ ZapexError
 │   └── RunOver          the learner has ended the run: there is nothing more to do
 ├── Diverged             learning cannot go on: the loss or a TD error is not finite
 └── CheckpointError      missing, damaged or of another schema
+```
 """
 
 
