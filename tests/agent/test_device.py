@@ -30,19 +30,19 @@ IMAGES = Schema({"obs": Column((36, 36), np.uint8, stack=2), "action": Column(()
 VECTORS = Schema({"obs": Column((5,), np.float32), "action": Column((), np.int64)})
 
 
-def dqn_on(device: str, schema: Schema = IMAGES, **options: Any) -> DQN:
+def network_on(device: str, schema: Schema, precision: str = "float32") -> networks.Network:
     column = schema.obs_columns["obs"]
-    network = networks.build(
-        column.value_shape,
-        np.dtype(column.dtype).type,
-        ACTIONS,
-        hidden=16,
-        channels=4,
-        precision="float32",
-        device=device,
-        seed=3,
+    return networks.build(
+        column.value_shape, np.dtype(column.dtype).type, ACTIONS, hidden=16, channels=4,
+        precision=precision, device=device, seed=3,
+    )  # fmt: skip
+
+
+def dqn_on(device: str, schema: Schema = IMAGES, **options: Any) -> DQN:
+    return DQN(
+        network_on(device, schema),
+        **{"lr": 1e-3, "target_period": 4, "largest": 2.0**32, **options},
     )
-    return DQN(network, **{"lr": 1e-3, "target_period": 4, "largest": 2.0**32, **options})
 
 
 class Source:
@@ -304,18 +304,8 @@ def test_a_gpus_phases_are_timed(graphs: bool) -> None:
 
 
 def acting(queues: Any, schema: Schema, precision: str = "float32") -> DevicePolicy:
-    column = schema.obs_columns["obs"]
-    network = networks.build(
-        column.value_shape,
-        np.dtype(column.dtype).type,
-        ACTIONS,
-        hidden=16,
-        channels=4,
-        precision=precision,
-        device=str(queues.device),
-        seed=3,
-    )
-    return DevicePolicy(network, queues, ROWS, np.dtype(column.dtype))
+    network = network_on(str(queues.device), schema, precision)
+    return DevicePolicy(network, queues, ROWS, np.dtype(schema.obs_columns["obs"].dtype))
 
 
 def act_and_compare(queues: Any, schema: Schema, tolerance: float) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,7 @@ import zapex
 from tests.support.stored_run import store_run
 from zapex.cli import main as cli
 
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("in_an_empty_directory")
 
 
 def front_matter(text: str) -> list[str]:

@@ -17,16 +17,12 @@ from zapex.errors import CheckpointError, ConfigError
 from zapex.machine import supervisor
 from zapex.run import checkpoints
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_directory")
+
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {
     "env": "CartPole-v1", "preset": "smoke", "inline": True, "run_dir": "run", "max_frames": 600,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from zapex.machine.resources import Machine
 from zapex.run import checkpoints
 from zapex.version import __version__
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_directory")
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["--env", "CartPole-v1", "--preset", "smoke"]
 
@@ -45,12 +47,6 @@ class Launched:
     def train(self, config: Config, spec: EnvironmentSpec) -> int:
         self.config, self.spec = config, spec
         return 0
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

@@ -13,11 +13,7 @@ from zapex.agent.export import export
 from zapex.cli import main as cli
 from zapex.errors import ConfigError, ZapexError
 
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("in_an_empty_directory")
 
 
 def few(env: str = "CartPole-v1", **more: object) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -516,6 +517,28 @@ def test_in_a_fork_the_replay_and_its_clients_are_refused_and_the_handle_is_good
         assert said[3:] == [9, 9]
 
 
+def forked_while_held(lock, failures):
+    """The status of a fork that counts `failures()`, made while another thread has the lock."""
+    held, free = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            free.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(DEADLINE_S)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(failures())
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    free.set()
+    thread.join(DEADLINE_S)
+    return status
+
+
 @pytest.mark.parametrize("is_served", [False, True])
 def test_in_a_fork_every_call_of_a_replay_and_its_writer_is_refused(is_served):
     replay = new_replay(n=1)
@@ -541,24 +564,8 @@ def test_in_a_fork_every_call_of_a_replay_and_its_writer_is_refused(is_served):
         lambda: writer.reset(obs),
         replay.stats, replay.close, writer.flush, writer.close,
     ]  # fmt: skip
-    held, free = threading.Event(), threading.Event()
-
-    def hold():
-        with replay.core.lock:
-            held.set()
-            free.wait(DEADLINE_S)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(DEADLINE_S)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        os._exit(sum(not raises(ReplayError, call) for call in calls))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    free.set()
-    thread.join(DEADLINE_S)
-    assert status == 0
+    refused = partial(raises, ReplayError)
+    assert forked_while_held(replay.core.lock, lambda: len(calls) - sum(map(refused, calls))) == 0
     assert len(replay) == 2
     replay.close()
 
@@ -576,25 +583,9 @@ def test_in_a_fork_a_client_raises_even_if_another_thread_was_using_it():
     replay = PrioritizedReplay(1000, PATTERN, seed=0)
     with served(replay):
         link = HandleLink(replay.handle, DEADLINE_S)
-        held, free = threading.Event(), threading.Event()
-
-        def hold():
-            with link.lock:
-                held.set()
-                free.wait(DEADLINE_S)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait(DEADLINE_S)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
-            os._exit(not raises(ReplayError, lambda: link.ask(Request.STATS)))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        free.set()
-        thread.join(DEADLINE_S)
+        asks = partial(link.ask, Request.STATS)
+        assert forked_while_held(link.lock, lambda: not raises(ReplayError, asks)) == 0
         link.close()
-    assert status == 0
 
 
 def descriptors():

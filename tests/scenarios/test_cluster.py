@@ -199,11 +199,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return line
 
 
-@pytest.fixture
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_mistakes_are_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_directory")
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,11 +48,6 @@ def test_a_diff_of_the_docs_gives_a_program_that_runs(page, section):
     stats = replay.stats()
     assert stats["inserted"] > 600
     assert stats["updates_applied"] > 0
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def run(*arguments, timeout_s=110):

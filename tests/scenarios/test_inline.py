@@ -21,10 +21,8 @@ TINY_ALE = ["--env", "ALE/Breakout-v5", "--preset", "smoke", "--eval-period-s", 
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    # The command is this test, not the process that runs them all.
+def begins_now(in_an_empty_directory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is the test, not the process that runs them all."""
     began_ns = time.perf_counter_ns()
     monkeypatch.setattr(collector, "command_started_ns", lambda: began_ns)
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,11 @@ from zapex.run import checkpoints
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--preset", "smoke", "--inline", "--plain", "--max-frames", "3000", "--max-minutes", "0"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("in_an_empty_directory"),
+]
 
 
 def parameters(run: str) -> np.ndarray:
