@@ -162,3 +162,33 @@ def test_the_thread_skips_an_answer_that_came_twice(learning: Learning) -> None:
     assert learning.unpacked[-1] == "batches"
     assert learning.source.counts["doubled"] == 1
     assert not np.array_equal(learning.draws[3].keys, learning.draws[4].keys)
+
+
+def test_updates_after_one_that_was_lost_wait_until_it_has_come(learning: Learning) -> None:
+    source, link = learning.source, learning.link
+    source.request()
+    keys = learning.poll().keys
+    come: list[float] = []
+
+    def turn() -> None:
+        learning.answer()
+        source.do_work()
+        come.extend(float(values[0]) for _, values in learning.rig.sample_sink.updates())
+
+    def update(value: int) -> None:
+        assert source.update(keys, np.full(BATCH, value, np.float32))
+
+    update(0)
+    until(lambda: come == [0], turn, "the first")
+    with mock.patch.object(link, "send", return_value=mock.Mock(done=True)):
+        update(1)  # sent, and lost with the connection
+    update(2)
+    with mock.patch.object(link, "send", return_value=None):
+        update(3)  # no connection
+    update(4)
+    for _ in range(20):
+        turn()
+    assert come == [0]
+    link._dealers.renew(m.SMALL)
+    until(lambda: len(come) == 5, turn, "all")
+    assert come == [0, 1, 2, 3, 4]

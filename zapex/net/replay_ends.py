@@ -440,6 +440,8 @@ class ZmqSampleSink(End):
         session.requests.setdefault(sample.sequence, replace(sample, came_s=self._clock_s()))
 
     def _update(self, session: Session, update: messages.Update) -> None:
+        if 0 < session.next_update < update.sequence:
+            return  # those between were lost with a connection: all come again after the welcome
         if update.sequence >= session.next_update:
             session.next_update = update.sequence + 1
             if update.epoch == self._server.roster.epoch:

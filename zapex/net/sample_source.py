@@ -338,7 +338,9 @@ class ZmqSampleSource:
             return False
         update = Update(self.epoch, self._next_update, keys.copy(), priorities.copy())
         self._next_update += 1
-        self._updates.append((update, self._link.send(SMALL, update) is not None))
+        waits = bool(self._updates) and not self._updates[-1][1]  # they are taken in order
+        sent = not waits and self._link.send(SMALL, update) is not None
+        self._updates.append((update, sent))
         return True
 
     def _ask(self, sequence: int) -> None:
@@ -375,6 +377,8 @@ class ZmqSampleSource:
                 if not request.is_answered and (welcome.fresh or sequence in self._unsent):
                     self._ask(sequence)
         # Updates that could not be sent, or were sent over a connection that is closed.
+        all_sent = True
         for i, (update, sent) in enumerate(self._updates):
             if not sent or (welcome.fresh and channel == SMALL):
-                self._updates[i] = update, self._link.send(SMALL, update) is not None
+                all_sent = all_sent and self._link.send(SMALL, update) is not None
+                self._updates[i] = update, all_sent
