@@ -9,7 +9,7 @@ from typing import Any
 from tests.simulation.clock import Timeline
 from tests.simulation.cluster import ActorMachine, Cluster, LearnerMachine, Process, ReplayMachine
 from tests.stress.chaos_content import Violation
-from tests.stress.chaos_run import STEPS
+from tests.stress.chaos_run import NETWORK_STEPS, STEPS
 
 FAULTY_S = 60.0  # how long there are faults
 PROGRESS_S = 150.0  # once there are none: a host that only said hello keeps its numbers for 60 s
@@ -17,7 +17,7 @@ _ORDER_S = 5.0  # that a process has to come to the step at which it dies
 _MAILBOX = ["cell-marked", "cell-written", "cell-stamped", "value-published"]
 _OF_ROLE = {
     **STEPS,
-    "replay": STEPS["replay"] + _MAILBOX,
+    "replay": STEPS["replay"] + _MAILBOX + 3 * NETWORK_STEPS,
     "relay": [*STEPS["replay"], *_MAILBOX, "value-copied"],
     "join": ["ring-written"],
 }

@@ -16,8 +16,12 @@ def simulate(*arguments: object, hash_seed: int = 0) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-@pytest.mark.parametrize("seed", [34, 43])
-def test_a_seed_gives_the_same_history_each_time(seed: int) -> None:
+FAILED: list[int] = []
+"""Seeds that once failed, while the runs that they draw are still these."""
+
+
+@pytest.mark.parametrize("seed", [34, 43, *FAILED])
+def test_a_seed_gives_the_same_history_each_time_and_is_fine(seed: int) -> None:
     histories = []
     for hash_seed in (1, 2):
         done = simulate("--seed", seed, "--history", hash_seed=hash_seed)

@@ -72,6 +72,7 @@ STEPS = {
     ],
     "inference": ["values-written", "question-answered", "value-copied"],
 }  # fmt: skip
+NETWORK_STEPS = ["push-written", "push-committed"]  # of a replay that is on a network
 
 
 class Stuck(Exception):

@@ -278,8 +278,10 @@ class ZmqExperienceSource(End):
         header = store.header_rows[slot]
         header[COUNT], header[STREAM], header[SEQUENCE] = chunk.rows, chunk.stream, sequence
         header[INCARNATION], header[HOST] = push.incarnation, self._roster.host(push.actor)
+        # STEP push-written
         # SYNC chunk-whole: this one store commits; before it the chunk does not count
         set_state_kernel(store.headers, slot, COMMITTED)
+        # STEP push-committed
         self._roster.advance(push.actor, push.incarnation, sequence + 1)
         self._committed[push.actor].append(slot)
         self.counts["chunks"] += 1
