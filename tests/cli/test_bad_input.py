@@ -109,6 +109,7 @@ train SMALL --visdom http://127.0.0.1:1      | python -m visdom.server
 train SMALL --seeds 1,x                      | --seeds & 1,x
 train SMALL --seeds 1,1                      | --seeds & once
 train SMALL --seeds 1,2 --seed 3             | --seeds & --seed 3
+train SMALL --parallel 0                     | --parallel & at least 1 & 0
 train SMALL --more-minutes 5                 | --more-minutes & --resume
 train SMALL --more-frames -1                 | --more-frames & -1
 eval run --episodes -1                       | --episodes & at least 1 & -1
@@ -126,6 +127,7 @@ train SMALL --stop-at-return 9 --eval-period-s 0 | --eval-period-s is 0
 train SMALL --total-timesteps 5 --max-frames 5 | --total-timesteps & --max-frames
 train SMALL --samples-per-insert 8 --samples-per-insert-tolerance 9 | tolerance & 0 chooses it
 train SMALL --seeds 1,2 --resume auto        | --run-dir
+train SMALL --parallel 2                     | --parallel & --seeds
 eval run --terminal --render                 | --terminal & --render
 eval run --render                            | display
 eval run --terminal                          | --video FILE.mp4

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from zapex.errors import ConfigError
 from zapex.machine.resources import (
     CORES_VARIABLE,
     Machine,
     given_cores,
+    hardware_threads,
     idle_seconds,
     numa_nodes,
     parse_cpus,
     process_age_s,
     processor_seconds,
+    shares_of_threads,
 )
 
 GIB = 2**30
@@ -123,6 +126,22 @@ def test_a_quota_is_in_cores_and_is_never_more_than_there_are(tmp_path: Path) ->
     files = topology(cores=4) | quota
     assert machine_at(tmp_path, files, cpus=set(range(8))).cores == 4
     assert machine_at(tmp_path, topology(cores=16) | quota, cpus=set(range(32))).cores == 6
+
+
+def test_runs_at_once_have_equal_shares_of_whole_cores(tmp_path: Path) -> None:
+    machine = machine_at(tmp_path, topology(cores=8), cpus=set(range(16)))
+    shares = shares_of_threads(3, range(16), tmp_path)
+    assert shares == [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}]
+    assert (machine.share(3).cores, machine.share(3).memory_bytes) == (2, 8 * GIB // 3)
+    assert machine.share(1) == machine
+    with pytest.raises(ConfigError, match="9 cores"):
+        machine.share(9)
+
+
+def test_threads_are_listed_by_core_first(tmp_path: Path) -> None:
+    machine_at(tmp_path, topology(cores=2))
+    assert hardware_threads({0, 1, 2, 3}, tmp_path) == [0, 1, 2, 3]
+    assert hardware_threads({0, 2, 3}, tmp_path) == [0, 3, 2]
 
 
 @pytest.mark.parametrize(

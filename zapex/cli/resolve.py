@@ -48,6 +48,11 @@ class Options(SettingsGroup):
     more_frames: int = setting(0, low=0)
     """With --resume: stop after this many frames more, instead of --max-frames."""
 
+    @property
+    def runs_at_once(self) -> int:
+        """How many runs with these settings share this machine."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -145,7 +150,7 @@ def _layered(
         if "max_frames" in given:
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
-    machine = _machine(part, values | given, ask_torch)
+    machine = _machine(part, values | given, ask_torch).share(more.runs_at_once)
     reason = "you gave it" if "preset" in given else f"from {path}"
     preset = given.pop("preset", values.pop("preset", "auto"))
     task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
@@ -385,10 +390,7 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     Raises:
         ConfigError, CheckpointError: the run cannot start.
     """
-    from zapex.config import places
-    from zapex.config.layers import explain
-    from zapex.run import directory, preflight
-    from zapex.watch import recorders
+    from zapex.run import directory
     from zapex.watch.terminal import print_table
 
     config = run.config
@@ -401,8 +403,20 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
     elif config.run.resume:
         _check_resumable(Path(config.run.resume), run, part)
     else:
-        new = _new_run_directory(config, "" if part.learns else part.name)
+        new = new_run_directory(config, "" if part.learns else part.name)
         config = config.replace(run_dir=str(new))
+    demand(run, part)
+    if not config.run.quiet:
+        print_table(described(run, part))
+    return config
+
+
+def demand(run: Resolved, part: Part = PARTS["all"]) -> None:
+    """Raise ConfigError if this machine lacks what a part of the run needs."""
+    from zapex.run import preflight
+    from zapex.watch import recorders
+
+    config = run.config
     if part.learns and config.run.track and find_spec("wandb") is None:
         raise ConfigError('--track needs wandb: pip install "zapex[wandb]"')
     if part.learns and config.run.visdom:
@@ -414,12 +428,17 @@ def prepared(run: Resolved, part: Part = PARTS["all"]) -> Config:
         text = f"WARNING: the learner uses the CPU. {gpu}; to fix it: {gpu.hint}"
         print(text, file=sys.stderr, flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no role may try it
+
+
+def described(run: Resolved, part: Part = PARTS["all"]) -> str:
+    """What is played, where each setting comes from, and where each role computes."""
+    from zapex.config import places
+    from zapex.config.layers import explain
+
     own = {name: choice for name, choice in run.chosen.items() if _concerns(part, name)}
     image = run.spec.observation_dtype == "uint8"
-    where = places.describe(config, run.machine, part.roles, image)
-    if not config.run.quiet:
-        print_table("\n".join([run.spec.describe, *run.spec.notes, explain(own), *where]))
-    return config
+    where = places.describe(run.config, run.machine, part.roles, image)
+    return "\n".join([run.spec.describe, *run.spec.notes, explain(own), *where])
 
 
 def _concerns(part: Part, name: str) -> bool:
@@ -430,7 +449,7 @@ def _concerns(part: Part, name: str) -> bool:
     return section in {"env", "run", *part.roles}
 
 
-def _new_run_directory(config: Config, part: str) -> Path:
+def new_run_directory(config: Config, part: str) -> Path:
     """The directory of a new run, or of a part of one. Raises ConfigError if it exists."""
     env, run = re.sub("[/:]", "-", config.env.env), config.run
     # Runs of a sweep may start within the same second, on any host that sees the directory.

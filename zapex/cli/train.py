@@ -1,19 +1,17 @@
-"""`zapex train`, with one seed or several, and `demo`, `config` and `doctor`."""
+"""`zapex train`, `demo`, `config` and `doctor`."""
 
-import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zapex.cli import hosts
-from zapex.cli.resolve import AUTO, Options, Resolved, findings, prepared, resolve
+from zapex.cli.resolve import Options, Resolved, findings, prepared, resolve
+from zapex.config.fields import setting
 from zapex.config.settings import FIELDS, Config
 from zapex.errors import ConfigError
 from zapex.host.parts import PARTS
 
 if TYPE_CHECKING:
     from zapex.envs.environments import EnvironmentSpec
-    from zapex.run.collector import Ending
 
 
 @dataclass(frozen=True)
@@ -21,12 +19,21 @@ class TrainOptions(Options):
     """Options."""
 
     seeds: str = ""
-    """Train once with each of these seeds, one after the other, e.g. 1,2,3."""
+    """Train once with each of these seeds, e.g. 1,2,3."""
+    parallel: int = setting(1, low=1)
+    """Train with so many of --seeds at once, each run with its share of cores and memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.each)) < len(self.each):
             raise ConfigError(f"--seeds must name each seed once, got {self.seeds}")
+        if self.parallel > 1 and not self.seeds:
+            raise ConfigError(f"--parallel {self.parallel} is for several --seeds: give them")
+
+    @property
+    def runs_at_once(self) -> int:
+        """As many as asked for, or as there are seeds."""
+        return min(self.parallel, len(self.each) or 1)
 
     @property
     def each(self) -> list[int]:
@@ -44,64 +51,30 @@ def train(args: list[str]) -> int:
     if run.more.seeds:
         if any(word.partition("=")[0] == "--seed" for word in args):
             raise ConfigError(f"--seeds names all seeds: leave --seed {run.config.run.seed} out")
-        return _train_each_seed(run, args)
+        from zapex.cli.seeds import train_each
+
+        return train_each(run, args)
     from zapex.run.train import train as start
 
-    return start(_prepared(run), run.spec)
+    return start(prepared_run(run), run.spec)
 
 
-def _train_each_seed(run: Resolved, args: list[str]) -> int:
-    """Train with one seed after the other, and list the runs. Ctrl-C ends them all.
-
-    With --run-dir DIR the runs are DIR/seed-1, DIR/seed-2, ... Returns the exit code.
-    """
-    settings, seeds = run.config.run, run.more.each
-    if settings.resume not in ("", AUTO):
-        raise ConfigError(f"--seeds starts runs: give --resume {AUTO}, or leave --resume out")
-    failed, trained = False, list[Path]()
-    for i, seed in enumerate(seeds):
-        if not settings.quiet:
-            print(f"seed {seed}, run {i + 1} of {len(seeds)}", flush=True)
-        words = [*args, "--seeds=", "--seed", str(seed)]
-        if settings.run_dir:
-            words += ["--run-dir", str(Path(settings.run_dir) / f"seed-{seed}")]
-        ending = _train_once(words)
-        failed |= ending.failed
-        if ending.last is not None and ending.last.facts.run_dir is not None:
-            trained.append(ending.last.facts.run_dir)
-        if ending.reason.startswith("stopped by"):
-            break
-    if settings.quiet:
-        return int(failed)
-    from zapex.watch import runs
-
-    print(*runs.table([runs.look(path) for path in trained], 80), sep="\n")
-    print("compare them: zapex plot", shlex.join(map(str, trained)), "--out seeds.png")
-    return int(failed)
-
-
-def _train_once(args: list[str]) -> "Ending":
-    """One of several runs of this process."""
-    from zapex.run.collector import Caller
-    from zapex.run.train import ending_of
-
-    caller = Caller(plain=False)
-    run = resolve(args, "train", "", TrainOptions)
-    return ending_of(_prepared(run), run.spec, caller=caller)
-
-
-def _prepared(run: Resolved) -> Config:
+def prepared_run(run: Resolved) -> Config:
     """The settings of a run that can start; prints what to expect of it."""
     config = prepared(run)
-    if config.run.quiet:
-        return config
+    if not config.run.quiet:
+        announce(run)
+    return config
+
+
+def announce(run: Resolved) -> None:
+    """Print when the run will end, and what to expect of it."""
     from zapex.config.presets import outlook
     from zapex.watch.terminal import print_table
 
-    preset = str(run.chosen["preset"].value)
+    preset, config = str(run.chosen["preset"].value), run.config
     expected = outlook(preset, run.spec.env_id, config.run.max_minutes, run.spec.atari)
     print_table(f"{_until(config, run.spec)}\n{expected}")
-    return config
 
 
 def _until(config: Config, spec: "EnvironmentSpec") -> str:

@@ -5,9 +5,11 @@ import platform
 import re
 import resource
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 
+from zapex.errors import ConfigError
 from zapex.machine.gpu import Gpu
 
 CORES_VARIABLE = "ZAPEX_CORES"
@@ -64,6 +66,20 @@ class Machine:
             cpu_multiplies_bfloat16(root),
         )
 
+    def share(self, shares: int) -> "Machine":
+        """What one of so many equal runs may use; the number of GPUs stays, for all use the same.
+
+        Raises:
+            ConfigError: there is less than a core for each.
+        """
+        if shares > self.cores:
+            raise ConfigError(
+                f"{shares} runs at once need {shares} cores, and this process may use {self.cores}"
+            )
+        gpu = self.gpu and replace(self.gpu, memory_bytes=self.gpu.memory_bytes // shares)
+        cores, memory_bytes = self.cores // shares, self.memory_bytes // shares
+        return replace(self, cores=cores, memory_bytes=memory_bytes, gpu=gpu)
+
     @property
     def learns_on_gpu(self) -> bool:
         """Whether there is a GPU of which nothing bad is known."""
@@ -81,8 +97,17 @@ class Machine:
 
 def physical_cores(cpus: Collection[int], root: Path = _ROOT) -> int:
     """How many cores these hardware threads are of; each counts as one where nothing is known."""
+    return max(1, len(_by_core(cpus, root)))
+
+
+def _by_core(cpus: Collection[int], root: Path) -> dict[str, list[int]]:
+    """Hardware threads by the core that they are of; each has one where nothing is known."""
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    return max(1, len({_read(root / siblings.format(cpu)).strip() or cpu for cpu in cpus}))
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        core = _read(root / siblings.format(cpu)).strip() or str(cpu)
+        cores.setdefault(core, []).append(cpu)
+    return cores
 
 
 def hardware_threads(cpus: Collection[int] | None = None, root: Path = _ROOT) -> list[int]:
@@ -90,14 +115,20 @@ def hardware_threads(cpus: Collection[int] | None = None, root: Path = _ROOT) ->
 
     cpus: None: what the affinity allows.
     """
-    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    usable = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
-    seen: dict[str, int] = {}
-    turn = {}
-    for cpu in usable:
-        core = _read(root / siblings.format(cpu)).strip() or str(cpu)
-        turn[cpu] = seen[core] = seen.get(core, -1) + 1
-    return sorted(usable, key=lambda cpu: (turn[cpu], cpu))
+    cores = _by_core(os.sched_getaffinity(0) if cpus is None else cpus, root)
+    return [cpu for turn in zip_longest(*cores.values()) for cpu in turn if cpu is not None]
+
+
+def shares_of_threads(
+    shares: int, cpus: Collection[int] | None = None, root: Path = _ROOT
+) -> list[set[int]]:
+    """Hardware threads in equal shares of whole cores, neighbours together; some may be left.
+
+    cpus: None: what the affinity allows, at least `shares` cores.
+    """
+    cores = [*_by_core(os.sched_getaffinity(0) if cpus is None else cpus, root).values()]
+    each = len(cores) // shares
+    return [set(chain(*cores[i * each : (i + 1) * each])) for i in range(shares)]
 
 
 def numa_nodes(root: Path = _ROOT) -> dict[int, set[int]]:

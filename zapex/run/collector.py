@@ -71,7 +71,7 @@ class Ending:
     last: Snapshot | None = None
 
 
-def _say_into(path: Path) -> None:
+def say_into(path: Path) -> None:
     """Make a file the standard output of this process, and nothing its input."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     file = open_to_append(path)
@@ -258,13 +258,13 @@ class Collector:
 
     def leave_terminal(self) -> None:
         """The terminal was closed: the run continues, and its output goes to a file."""
-        _say_into(Path(os.devnull))
+        say_into(Path(os.devnull))
         self._live = False
         self.monitor.show_in(PlainLines(sys.__stdout__))  # the picture's end goes nowhere
         logs = self.run.run_dir / "logs"
         with contextlib.suppress(OSError):  # a full disk, perhaps
             logs.mkdir(exist_ok=True)
-            _say_into(logs / TERMINAL_LOG)
+            say_into(logs / TERMINAL_LOG)
         name = shlex.quote(str(self.run.run_dir))
         self.monitor.message(
             f"the terminal was closed; the run continues: zapex watch {name}, zapex stop {name}"

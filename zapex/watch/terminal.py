@@ -8,8 +8,9 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -461,13 +462,17 @@ class LivePicture:
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw `snapshot` over the one before."""
+        self.draw(partial(draw, snapshot))
+
+    def draw(self, lines: Callable[[int, int], list[Line]]) -> None:
+        """Draw what `lines(width, height)` gives over what was there before."""
         if not self._live.is_started:
             self._live.start()
         if self._console.size != self._size:
             # The terminal has wrapped the old lines again: their first row is unknown.
             self._size = self._console.size
             self._console.clear()
-        self._live.update(Picture(snapshot), refresh=True)
+        self._live.update(Picture(lines), refresh=True)
 
     def close(self) -> None:
         """Leave the last picture as it is and show the cursor again."""
@@ -478,7 +483,7 @@ class LivePicture:
 class Picture:
     """Lines of styled text as rich's segments, which skips its slow layout."""
 
-    snapshot: Snapshot
+    lines: Callable[[int, int], list[Line]]
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
@@ -486,7 +491,7 @@ class Picture:
         from rich.segment import Segment
 
         # The last row stays free: a full screen would scroll when the run ends.
-        for line in draw(self.snapshot, options.max_width, max(5, console.height - 1)):
+        for line in self.lines(options.max_width, max(5, console.height - 1)):
             for text, style in line:
                 yield Segment(text, console.get_style(style) if style else None)
             yield Segment.line()
