@@ -11,6 +11,11 @@ new" makes new ones as all others do.
 "roof" is the memory's own row: it reads each transition's own frames, 4 and 4 of which 4 - n are
 the same, at random places of a store of the replay's size, and writes them with streaming stores,
 as zapex does, into given memory or ", new".
+
+"..., sequences": BATCH sequences of LENGTH steps for recurrent networks, with n = 1, and nothing to
+update. zapex gives the stacks of both ends (LENGTH + STACK frames, each once), TorchRL's
+SliceSampler, which knows no priorities, LENGTH single frames. Its roof: the same bytes as zapex's,
+each sequence's frames side by side.
 """
 
 import os
@@ -25,6 +30,7 @@ from benchmarks.peers.serving import serve
 STACK, SIDE = 4, 84
 FRAMES = 512
 N_STEPS = (1, 3, 5)
+LENGTH = 80  # of a sequence, as R2D2's
 GAMMA = 0.99
 rng = np.random.default_rng(1)
 
@@ -152,6 +158,55 @@ class TorchRL:
 
     def update(self, indices, priorities):
         self.buffer.update_priority(indices, self.torch.from_numpy(priorities.astype(np.float32)))
+
+
+class ZapexSequences(Zapex):
+    """Frames come out side by side, each once, into a given batch."""
+
+    def sample(self, n):
+        self.out = self.replay.sample_sequences(n, LENGTH, out=self.out)
+        return self.out.keys
+
+    def update(self, keys, priorities):
+        """Nothing, as the others here."""
+
+
+class TorchRLSlices:
+    """Single frames of episodes of 1,000 steps."""
+
+    package = "torchrl"
+
+    def __init__(self, capacity, n_step):
+        import torch
+        from tensordict import TensorDict
+
+        flags = sys.getdlopenflags()
+        sys.setdlopenflags(os.RTLD_LAZY)  # as above
+        try:
+            from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+        finally:
+            sys.setdlopenflags(flags)
+
+        torch.set_num_threads(1)
+        sampler = SliceSampler(slice_len=LENGTH, traj_key="episode")
+        self.buffer = ReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler)
+        step = 0
+        for stacks, action, reward, terminated in stream(capacity):
+            columns = {
+                "obs": stacks[:-1, -1], "action": action, "reward": reward, "done": terminated,
+                "episode": (step + np.arange(len(action))) // 1000,
+            }  # fmt: skip
+            step += len(action)
+            columns = {name: torch.from_numpy(array) for name, array in columns.items()}
+            self.buffer.extend(TensorDict(columns, batch_size=[len(action)]))
+
+    def sample(self, n):
+        batch = self.buffer.sample(n * LENGTH)
+        assert batch["obs"].shape == (n * LENGTH, SIDE, SIDE)
+        return range(n)
+
+    def update(self, indices, priorities):
+        """Nothing: there are no priorities."""
 
 
 class Tianshou:
@@ -283,6 +338,33 @@ class Roof:
         """Nothing: priorities are not bytes of a batch."""
 
 
+class RoofSequences(Roof):
+    """The frames of sequences."""
+
+    def __init__(self, capacity, n_step):
+        from zapex.machine.atomics import fence_full, stream_bytes
+        from zapex.machine.jit import kernel
+
+        size = SIDE * SIDE
+        run = (LENGTH + n_step + STACK - 1) * size
+
+        @kernel
+        def move(store, starts, out):
+            for row in range(starts.shape[0]):
+                stream_bytes(out, row * run, store, starts[row] * size, run)
+            fence_full()
+
+        self.move, self.last, self.run = move, capacity - run // size, run
+        self.store, self.out = np.ones(capacity * size, np.uint8), np.zeros(0, np.uint8)
+
+    def sample(self, n):
+        starts = rng.integers(0, self.last, n)
+        if len(self.out) != n * self.run:
+            self.out = np.zeros(n * self.run, np.uint8)
+        self.move(self.store, starts, self.out)
+        return starts
+
+
 CONTENDERS = {
     "roof": Roof,
     "roof, new": partial(Roof, reused=False),
@@ -294,6 +376,11 @@ CONTENDERS = {
     "torchrl": TorchRL,
     "tianshou": Tianshou,
     "reverb": Reverb,
+}
+SEQUENCES = {
+    "roof, sequences": RoofSequences,
+    "zapex, sequences": ZapexSequences,
+    "torchrl, sequences": TorchRLSlices,
 }
 OURS = tuple(name for name in CONTENDERS if name.startswith(("roof", "zapex")))
 """Who needs no other library."""
@@ -324,7 +411,7 @@ def measure(replay, sweep, batch, calls):
 if __name__ == "__main__":
     everyone = {
         f"{name}@{n}": partial(contender, n_step=n)
-        for name, contender in CONTENDERS.items()
+        for name, contender in (CONTENDERS | SEQUENCES).items()
         for n in N_STEPS
     }
     serve(everyone, measure)

@@ -4,11 +4,15 @@
 
 batch     sample(512) and update_priorities for n-step returns of 1, 3 and 5; caches swept before
           each. What everybody does, and the roofs: benchmarks/peers/replays.py
+sequences sample_sequences(64, 80), against memcpy of the same bytes and TorchRL's slices
 memory    bytes a transition: what a process holds more when its replay has twice the capacity
 add       writer.add of 64 streams, so that each call completes 64 transitions; memcpy: the bytes of
           a chunk of 64 transitions, into touched memory
 extend    64 successive rows of one stream; memcpy: the input's bytes, into touched memory. The
           inputs of both rotate over more memory than the caches have, as the roofs' sources do
+
+sb3       steps a second of Stable-Baselines3's DQN with its own buffer and with zapex's
+          (benchmarks/peers/sb3_steps.py); only with --peers
 
 All memory of the replay has been written before (touched) when the clock runs.
 """
@@ -19,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.replays import CONTENDERS, N_STEPS, OURS, SIDE, STACK
+from benchmarks.peers import sb3_steps
+from benchmarks.peers.replays import CONTENDERS, N_STEPS, OURS, SEQUENCES, SIDE, STACK
 from benchmarks.support.contenders import Contenders, add_peer_arguments
 from benchmarks.support.harness import (
     arguments,
@@ -31,6 +36,8 @@ from benchmarks.support.harness import (
 from zapex import Column, PrioritizedReplay, Schema
 
 BATCH, ROWS = 512, 64
+SEQUENCE_BATCH = 64
+_SB3_STEPS = 400
 FRAMES = 4096
 _ROTATING = 64  # inputs of 3.6 MB (extend) and 1.8 (add): more than any cache of ours
 REUSES = ("zapex", "roof")
@@ -134,6 +141,29 @@ def batches(
     return {name.partition("@")[0]: result for name, result in results.items()}
 
 
+def sequences(pythons: dict[str, str], capacity: int, rounds: int, quick: bool) -> dict[str, Any]:
+    """Milliseconds of a batch of sequences by each contender, in turns."""
+    named = {f"{name}@1": python for name, python in pythons.items()}
+    with Contenders("benchmarks.peers.replays", named, capacity, quick) as contenders:
+        results = contenders.missing
+        for name, times in contenders.in_turns(rounds, SEQUENCE_BATCH, 3).items():
+            sample = percentiles(times[:, 0], 1e6)
+            results[name] = {"version": contenders.versions[name], "sample": sample}
+    return {name.partition("@")[0]: result for name, result in results.items()}
+
+
+def sb3(rounds: int, quick: bool) -> dict[str, Any]:
+    """Steps a second of each DQN, in turns, under this interpreter."""
+    pythons = dict.fromkeys(sb3_steps.CONTENDERS, sys.executable)
+    capacity = 1_000 if quick else 20_000
+    with Contenders("benchmarks.peers.sb3_steps", pythons, capacity, quick) as contenders:
+        results = contenders.missing
+        for name, times in contenders.in_turns(rounds, _SB3_STEPS // (4 if quick else 1)).items():
+            rate = percentiles(1e9 / times[:, 0])
+            results[name] = {"version": contenders.versions[name], "steps_per_s": rate}
+    return results
+
+
 def memory(pythons: dict[str, str], capacity: int) -> dict[str, float]:
     """Bytes a transition, n = 1, of each contender that keeps transitions."""
     held: dict[str, list[int]] = {}
@@ -159,6 +189,15 @@ def show(results: dict[str, Any]) -> None:
                 f"{case['update']['p50']:6.3f}   pair {case['pair']['p50']:7.2f}, "
                 f"{case['pair']['p50'] / roof:5.2f} x the roof"
             )
+    roof = results["sequences"]["roof, sequences"]["sample"]["p50"]
+    for name, case in results["sequences"].items():
+        took = case["sample"]["p50"] if "sample" in case else 0.0
+        shown = f"{took:7.2f} ms, {took / roof:5.2f} x the roof"
+        print(f"sequences  {name:24} {shown if took else 'missing: ' + case['missing']}")
+    for name, case in results.get("sb3", {}).items():
+        rate = case.get("steps_per_s")
+        shown = f"{rate['p50']:7.1f} steps/s" if rate else f"missing: {case['missing']}"
+        print(f"sb3  {name:24} {shown}")
     for name, found in results["memory"].items():
         print(f"memory  {name:22} {found:9,.0f} bytes a transition")
     inserts = results["insert"]["microseconds"]
@@ -185,11 +224,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     keeping = {n: p for n, p in pythons.items() if not n.startswith(("roof", "zapex,"))}
     if options.quick:
         keeping = {"zapex": sys.executable}
+    playing = {name: sys.executable for name in SEQUENCES if not name.startswith("torchrl")}
+    if options.peers:
+        playing = dict.fromkeys(SEQUENCES, options.peers_python) | playing
     results = {
         "batch": {
             str(n): batches(pythons, n, capacity, rounds, options.quick)
             for n in (N_STEPS[:1] if options.quick else N_STEPS)
         },
+        "sequences": sequences(playing, capacity, rounds, options.quick),
+        **({"sb3": sb3(rounds, options.quick)} if options.peers else {}),
         "memory": memory(keeping, capacity),
         "insert": insert_cases(rounds, 100) if options.quick else insert_cases(200, 1280),
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import sb3_steps
 from benchmarks.peers.replays import OURS
 from benchmarks.replay import bench_clients, bench_scale
 from benchmarks.support.machine import ROOT
@@ -83,6 +84,10 @@ def check_replay(found: Any) -> None:
         present = {name: one for name, one in by_name.items() if "missing" not in one}
         assert set(OURS) <= set(present)
         assert {one["pair"]["n"] for one in present.values()} == {6}, "equally many pairs"
+    assert {n for n, one in found["sequences"].items() if "sample" in one} >= {
+        "roof, sequences", "zapex, sequences"
+    }  # fmt: skip
+    assert set(found["sb3"]) == set(sb3_steps.CONTENDERS)
     check_figures(found["insert"])
     for name in ("extend", "writer"):  # one frame, and a little more
         assert _FRAME < found["insert"][f"{name}_bytes_a_transition"] < 1.2 * _FRAME
