@@ -20,7 +20,15 @@ from zapex.errors import (
     SchemaError,
 )
 from zapex.library.url_client import form_of
-from zapex.replay.sequences import MOST_STEPS, Sequences, gather, weigh
+from zapex.replay.sequences import (
+    MOST_STEPS,
+    Sequences,
+    compile_kernels,
+    follow_kernel,
+    gather,
+    gather_sequences_kernel,
+    weigh,
+)
 from zapex.wire import messages
 from zapex.wire.batches import PackedSequences
 from zapex.wire.messages import Call, Request
@@ -293,6 +301,17 @@ def test_a_sequence_whose_chunk_was_evicted_after_the_draw_is_torn():
         assert ((batch.weights == 0) == gone).all()
         assert not batch.valid[gone].any()
         assert replay.update_sequences(batch, np.ones((8, LENGTH)))[1] == 0
+
+
+def test_what_is_compiled_ahead_is_all_that_a_call_needs():
+    with place_of("owner", schema_of(1, 1), "") as (replay, core):
+        compile_kernels(core.store)
+        played(replay, 1, 1)
+        replay.sample_sequences(8, LENGTH, stride=STRIDE)
+        assert [len(k.signatures) for k in (follow_kernel, gather_sequences_kernel)] == [1, 1]
+    columns = {"obs": Column((2,), np.float32), "action": Column((), np.int64)}
+    taken = Schema({**columns, "valid": Column((), np.int64)})
+    compile_kernels(PrioritizedReplay(400, taken).core.store)  # nothing to draw, and no error
 
 
 def test_a_snapshot_keeps_the_links(tmp_path):

@@ -32,7 +32,7 @@ from zapex.library.interface import Extender, Rows
 from zapex.machine.segment import Segment, connect_unix, map_ahead, peer_of, receive_offer
 from zapex.machine.waiting import MAX_SLEEP_S, Waiter, Waker, spin_seconds
 from zapex.replay.draw import METHODS
-from zapex.replay.sequences import Sequences, gather, most_pieces, weigh
+from zapex.replay.sequences import Sequences, compile_kernels, gather, most_pieces, weigh
 from zapex.shm_transport import Caller
 from zapex.sumtree_numba import Method
 from zapex.wire.messages import Request
@@ -292,6 +292,8 @@ class HandleClient(ReplayClient):
         pieces = most_pieces(asked.steps, link.layout.chunk)
         if rows * pieces > MOST_ROWS:
             raise ConfigError(f"at most {MOST_ROWS // pieces} such sequences at once, got {rows}")
+        if not link.store.plans:  # first here: the owner, which has a deadline, finds them cached
+            compile_kernels(link.store)
         with link.lock:
             link.call(Request.SEQUENCES, rows, asked.option)
             draw = link.calls.draw(rows * pieces)

@@ -40,7 +40,7 @@ from zapex.net.sockets import listen
 from zapex.replay.core import ReplayLayout
 from zapex.replay.draw import METHODS
 from zapex.replay.limiter import LimiterConfig
-from zapex.replay.sequences import Sequences
+from zapex.replay.sequences import Sequences, compile_kernels
 from zapex.roles.intake import Intake
 from zapex.wire.batches import PackedSequences
 from zapex.wire.messages import BULK, MAX_TEXT_BYTES, PRESENT, SMALL, Call, Reply, Request
@@ -376,6 +376,7 @@ def make_server(
     )
     if len(replay):  # it must not repeat the draws of a former incarnation
         replay.rng = np.random.default_rng([config.seed, incarnation])
+    compile_kernels(replay.store)  # before anyone waits for an answer
     form = form_of(layout)
     grant = CREDIT * layout.chunk
     needed = int(-(-config.samples_per_insert * grant // 1)) + form.batch_size

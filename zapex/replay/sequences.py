@@ -43,7 +43,7 @@ from zapex.chunks.layout import (
 )
 from zapex.chunks.schema import Schema
 from zapex.chunks.store import ChunkStore
-from zapex.errors import BadMessage, ReplayError
+from zapex.errors import BadMessage, ReplayError, SchemaError
 from zapex.machine.atomics import (
     copy_bytes,
     fence_acquire,
@@ -430,6 +430,20 @@ def follow(
             "(or of a snapshot of an older version), which belong to no stream"
         )
     return Draw(keys, indices, sums, draw.total, draw.count, 0.0)
+
+
+def compile_kernels(store: ChunkStore) -> None:
+    """Compile the kernels of `follow` and `gather`, so that a first call need not wait for that."""
+    asked = Sequences(length=1, burn_in=0, stride=1)
+    try:
+        layout = asked.layout(store.layout.schema, 1)
+    except SchemaError:  # its columns have names of a batch's own: no sequences can be drawn
+        return
+    plan, nothing = _plan(store, layout), np.empty(0, np.int64)
+    leaves, batch = np.empty(0), np.zeros(layout.nbytes, np.uint8)
+    follow_kernel(nothing, leaves, 1, 0, store.mem, plan, nothing, nothing, leaves)
+    keys = np.full(most_pieces(1, store.layout.chunk), NO_KEY, np.int64)
+    gather_sequences_kernel(keys, keys, 1, store.mem, plan, batch)
 
 
 def gather(draw: Draw, store: ChunkStore, batch: SequenceBatch, stride: int) -> int:
