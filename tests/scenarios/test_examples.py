@@ -75,7 +75,7 @@ def test_the_cartpole_example_learns(name):
         ("own_env", "--max-frames 1500", "first move"),
         ("own_env", "--max-frames 1500 --whole", "first move"),
         ("own_network", "--max-frames 1500", "Q values of an upright pole"),
-        ("optuna_sweep", "--trials 2 --max-frames 1500", "best"),
+        ("optuna_sweep", "--trials 2 --max-frames 1500", "trial 1: complete after 1,5"),
         ("sb3_dqn", "--total-steps 2000", "effective_capacity"),
     ],
 )
