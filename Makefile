@@ -129,7 +129,7 @@ wheel: $(STAMP)
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
 
-# In dist/, then installed from an index of its own on Python 3.11, 3.12 and 3.13: docs/releasing.md.
+# In dist/, then installed from an index of its own on Python 3.11 to 3.14: docs/releasing.md.
 release: $(STAMP)
 	@$(PIP) --quiet --constraint '$(VENV)/constraints.txt' build twine
 	@ZAPEX_RELEASE=1 $(BIN)/python -m pytest -rs -n 0 -m scenario tests/scenarios/test_index.py \

@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/fstack.md 2": "F-Stack, huge pages and a network card",
     "docs/fstack.md 3": "F-Stack, huge pages and a network card",
     "docs/install.md 1": "apt, and make venv, which takes minutes",
+    "docs/install.md 2": "pip's index, and torch once more for each line",
     "docs/many_hosts.md 4": "a learner of a run elsewhere: tests/scenarios/test_cluster.py",
     "docs/paper.md 1": "takes an hour, and F-Stack: tests/benchmarks",
     "docs/releasing.md 1": "make release: tests/scenarios/test_index.py",

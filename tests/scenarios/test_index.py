@@ -2,6 +2,7 @@
 
 `make release` runs these tests with ZAPEX_RELEASE=1: the distributions stay in dist/, and zapex is
 installed with all that it needs, which is some 100 MB a Python; otherwise with NumPy and Numba.
+The oldest versions that pyproject.toml allows are tested on the oldest Python.
 """
 
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +24,7 @@ import zapex
 
 ROOT = Path(__file__).parents[2]
 FULL = bool(os.environ.get("ZAPEX_RELEASE"))
-VERSIONS = ("3.11", "3.12", "3.13")
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800 if FULL else 600),
@@ -163,3 +165,45 @@ def test_zapex_is_installed_from_an_index_and_works(
         )  # fmt: skip
         assert done.returncode == 2
         assert re.fullmatch(r"zapex: this command needs \w+: pip install zapex\n", done.stderr)
+
+
+# torch's own bound is not: old versions have no CPU build in an index, and CUDA's take several GB.
+_NOT_OLD = {"torch"}
+_FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "psutil")
+
+
+def oldest_allowed(full: bool) -> list[str]:
+    """What pip installs for zapex with the oldest versions; not full: for the library alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = ("curve", "compress", "fstack", "sb3", "minari", "onnx", "video") if full else ()
+    optional = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(one for extra in extras for one in optional[extra])]
+    names = {one: re.split(r"[\[>]", one)[0] for one in wanted}
+    kept = [one for one in wanted if full or names[one] in ("numpy", "numba")]
+    return [one if names[one] in _NOT_OLD else one.replace(">=", "==") for one in kept]
+
+
+def test_zapex_works_with_the_oldest_versions_that_it_allows(tmp_path: Path) -> None:
+    python = interpreter(VERSIONS[0])
+    if python is None:
+        pytest.skip(f"no Python {VERSIONS[0]} here")
+    home = tmp_path / "venv"
+    run(python, "-m", "venv", home, cwd=tmp_path)
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    (tmp_path / "pins.txt").write_text("\n".join(p for p in pins if p.startswith("torch==")))
+    install = [home / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    constraint = ["--constraint", tmp_path / "pins.txt"]
+    run(*install, *constraint, *oldest_allowed(FULL), *_FOR_TESTS, cwd=tmp_path, timeout_s=1500)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    python = [home / "bin/python", "-m"]
+    tests = [
+        "tests/test_sumtree_numba.py",
+        "tests/library" if FULL else "tests/library/test_twin.py",
+    ]
+    quiet = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    run(*python, "pytest", *quiet, *tests, cwd=ROOT, timeout_s=1500, environment=environment)
+    if FULL:
+        short = ["--preset", "smoke", "--max-frames", "2k", "--run-dir", "run", "--plain"]
+        run(*python, "zapex", "train", "CartPole-v1", *short, cwd=tmp_path, environment=environment)
+        export = ["zapex", "export", "run", "--onnx", "policy.onnx"]
+        run(*python, *export, cwd=tmp_path, environment=environment)
