@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.stored_run import store_run
 from zapex import Column, PrioritizedReplay, Schema
+from zapex.cli.main import main
 from zapex.errors import SchemaError
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +94,18 @@ def test_a_runs_episodes_are_exported_and_trained_from(tmp_path):
     trained = run(str(ROOT / "examples/offline_minari.py"), "zapex/pole-v0", "--updates", "300")
     assert "of 20 episodes" in trained
     assert "loss" in trained
+
+
+@pytest.mark.slow
+def test_an_export_that_fails_leaves_no_dataset(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari")
+
+    def fail(name, *_, **__):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        raise OSError("No space left on device")
+
+    store_run(tmp_path / "pole")
+    monkeypatch.setattr(minari, "create_dataset_from_buffers", fail)
+    with pytest.raises(OSError, match="No space"):
+        main(["export", str(tmp_path / "pole"), "--minari", str(tmp_path / "out")])
+    assert not list((tmp_path / "out" / "zapex").iterdir())

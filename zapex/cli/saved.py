@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,17 +179,21 @@ def _export_episodes(options: _ExportOptions) -> int:
     played = _played(policy.q_values, spec, options, epsilon, evaluator.eval_noop_max)
     low, high = (0, 255) if spec.observation_dtype == "uint8" else (-np.inf, np.inf)
     dtype: Any = np.dtype(spec.observation_dtype)
-    with _minari_datasets_in(directory):
-        dataset = minari.create_dataset_from_buffers(
-            name,
-            (EpisodeBuffer(**episode) for episode in played),
-            observation_space=spaces.Box(low, high, spec.observation_shape, dtype),
-            action_space=spaces.Discrete(spec.num_actions, start=spec.first_action),
-            algorithm_name="Ape-X DQN (zapex)",
-            description=f"{spec.env_id}: {spec.describe}",
-            data_format="arrow",  # of the extra; the default needs h5py
-            jpeg_encoding=False,  # it would lose what the network saw
-        )
+    try:
+        with _minari_datasets_in(directory):
+            dataset = minari.create_dataset_from_buffers(
+                name,
+                (EpisodeBuffer(**episode) for episode in played),
+                observation_space=spaces.Box(low, high, spec.observation_shape, dtype),
+                action_space=spaces.Discrete(spec.num_actions, start=spec.first_action),
+                algorithm_name="Ape-X DQN (zapex)",
+                description=f"{spec.env_id}: {spec.describe}",
+                data_format="arrow",  # of the extra; the default needs h5py
+                jpeg_encoding=False,  # it would lose what the network saw
+            )
+    except BaseException:  # part of a dataset is none
+        shutil.rmtree(directory / name, ignore_errors=True)
+        raise
     print(f"checkpoint {saved}")
     print(
         f"dataset {name} in {options.minari}: {dataset.total_episodes} episodes, "
