@@ -38,7 +38,7 @@ from zapex.watch.terminal import Line, LivePicture, print_table, shows_pictures,
 
 _LOOK_S, _PLAIN_PERIOD_S = 1.0, 10.0
 _Ending = Exited | Died | IgnoredSigterm
-_GRACE_S, _SAVING_GRACE_S = 15.0, 86_400.0  # a run ends itself; a second Ctrl-C kills all
+_GRACE_S, _SAVING_GRACE_S = 60.0, 86_400.0  # runs end themselves; a second Ctrl-C kills them
 
 
 @dataclass
