@@ -94,6 +94,6 @@ def _part(title: str, lines: list[Line]) -> str:
     )  # fmt: skip
     drawn = figure.to_html(
         full_html=False, include_plotlyjs=False, div_id=f"curve-{title.replace('/', '-')}",
-        config={"displaylogo": False, "responsive": True},
+        config={"displayModeBar": False, "responsive": True},
     )  # fmt: skip
     return f"### {title}\n\n{drawn}"
