@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from zapex.watch.recorders import read_snapshot
 from zapex.watch.report import Snapshot
-from zapex.watch.terminal import Picture
+from zapex.watch.terminal import Picture, draw
 
 
 def svg(snapshot: Snapshot, width: int = 100, height: int = 32) -> str:
@@ -18,7 +19,7 @@ def svg(snapshot: Snapshot, width: int = 100, height: int = 32) -> str:
     console = Console(
         record=True, width=width, height=height, file=io.StringIO(), force_terminal=True
     )
-    console.print(Picture(snapshot), end="")
+    console.print(Picture(partial(draw, snapshot)), end="")
     form = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(
         title=f"zapex train --env {snapshot.facts.environment}", code_format=form
