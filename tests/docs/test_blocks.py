@@ -39,6 +39,8 @@ NOT_RUN = {
     "make": "takes minutes to hours; .ci/run calls the README's",
     ". .venv/bin/activate": "the tests have their environment",
     "pip install": "the tests have their environment",
+    "uv ": "not a dependency; as above",
+    "pipx install": "not a dependency; as above",
     "python shared.py": "test_shell.py",
     "tensorboard": "serves until it is stopped; tests/watch/test_dashboards.py",
     "export ZAPEX_FSTACK": "needs F-Stack's library",

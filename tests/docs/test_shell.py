@@ -160,8 +160,9 @@ def page_files(page: str) -> None:
 
 
 BY_THEMSELVES = [
-    "docs/atari.md 1", "docs/atari.md 2", "docs/commands.md 1", "docs/own_env.md 1",
-    "docs/own_network.md 1", "docs/python.md 1", "docs/quickstart.md 1", "docs/quickstart.md 2",
+    "docs/atari.md 1", "docs/atari.md 2", "docs/commands.md 1", "docs/install.md 3",
+    "docs/own_env.md 1", "docs/own_network.md 1", "docs/python.md 1",
+    "docs/quickstart.md 1", "docs/quickstart.md 2",
     "docs/repeatable.md 1", "docs/two_processes.md 1", "docs/watching.md 1", "docs/watching.md 2",
     "docs/watching.md 3",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""`zapex train --seeds`: one run after the other, or several side by side on their own cores.
+"""Several seeds of `zapex train`: one run after the other, or some at once on their own cores.
 
-Side by side, each run is a process as of `zapex train --seed`, which dies with this one.
+At once, each run is a process that trains one seed and dies with this one.
 """
 
 import contextlib
