@@ -152,13 +152,14 @@ def sequences(pythons: dict[str, str], capacity: int, rounds: int, quick: bool) 
     return {name.partition("@")[0]: result for name, result in results.items()}
 
 
-def sb3(rounds: int, quick: bool) -> dict[str, Any]:
+def sb3(quick: bool) -> dict[str, Any]:
     """Steps a second of each DQN, in turns, under this interpreter."""
     pythons = dict.fromkeys(sb3_steps.CONTENDERS, sys.executable)
     capacity = 1_000 if quick else 20_000
     with Contenders("benchmarks.peers.sb3_steps", pythons, capacity, quick) as contenders:
         results = contenders.missing
-        for name, times in contenders.in_turns(rounds, _SB3_STEPS // (4 if quick else 1)).items():
+        rounds, steps = (2, _SB3_STEPS // 4) if quick else (5, _SB3_STEPS)
+        for name, times in contenders.in_turns(rounds, steps).items():
             rate = percentiles(1e9 / times[:, 0])
             results[name] = {"version": contenders.versions[name], "steps_per_s": rate}
     return results
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for n in (N_STEPS[:1] if options.quick else N_STEPS)
         },
         "sequences": sequences(playing, capacity, rounds, options.quick),
-        **({"sb3": sb3(rounds, options.quick)} if options.peers else {}),
+        **({"sb3": sb3(options.quick)} if options.peers else {}),
         "memory": memory(keeping, capacity),
         "insert": insert_cases(rounds, 100) if options.quick else insert_cases(200, 1280),
     }
