@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("What is learned: variants, games and seeds, one run at a time.")
     known = ", ".join([*VARIANTS, *RIVALS])
     parser.add_argument("--variant", action="append", metavar="NAME[=FLAGS]", help=f"of {known}")
-    parser.add_argument("--games-of", default="tuning", help="or reported, all, Pong,Qbert")
+    parser.add_argument("--games-of", default="tuning", help="tuning, reported, all or Pong,Qbert")
     parser.add_argument("--seeds", default="1,2", help="one seed of all runs before the next")
     parser.add_argument("--minutes", type=float, default=10.0, help="of training")
     parser.add_argument("--games", type=int, default=100, help="that the last network plays")

@@ -285,12 +285,7 @@ class Learning:
 
 
 def test_a_batch_is_of_both_shards_by_their_totals(world: World) -> None:
-    world.play(40)
-    learning = Learning(world)
-    until(
-        lambda: not learning.source.ready() and learning.source.shares.totals.all(),
-        world.turn, "both totals",
-    )  # fmt: skip
+    learning = of_both_shards(world)
     for _ in range(3):
         learning.source.request()
     counts = Counter[int]()
@@ -307,12 +302,7 @@ def test_a_batch_is_of_both_shards_by_their_totals(world: World) -> None:
 
 
 def test_priorities_reach_the_shard_of_each_key(world: World) -> None:
-    world.play(40)
-    learning = Learning(world)
-    until(
-        lambda: not learning.source.ready() and learning.source.shares.totals.all(),
-        world.turn, "both totals",
-    )  # fmt: skip
+    learning = of_both_shards(world)
     learning.source.request()
     batch = learning.poll()
     assert learning.source.update(batch.keys, np.full(BATCH, 77.0, np.float32))
@@ -329,12 +319,7 @@ def test_priorities_reach_the_shard_of_each_key(world: World) -> None:
 
 
 def test_a_silent_shard_loses_its_share_after_the_deadline(world: World) -> None:
-    world.play(40)
-    learning = Learning(world)
-    until(
-        lambda: not learning.source.ready() and learning.source.shares.totals.all(),
-        world.turn, "both totals",
-    )  # fmt: skip
+    learning = of_both_shards(world)
     world.shards.stop(1)
     for _ in range(3):
         learning.source.request()
@@ -370,13 +355,19 @@ def test_a_silent_shard_loses_its_share_after_the_deadline(world: World) -> None
     assert set(by_shard(learning.poll().keys)) == {0, 1}
 
 
-def test_a_live_shard_without_rows_gets_a_longer_deadline(world: World) -> None:
+def of_both_shards(world: World) -> Learning:
+    """A learner that knows the totals of both shards, which have transitions."""
     world.play(40)
     learning = Learning(world)
     until(
         lambda: not learning.source.ready() and learning.source.shares.totals.all(),
         world.turn, "both totals",
     )  # fmt: skip
+    return learning
+
+
+def test_a_live_shard_without_rows_gets_a_longer_deadline(world: World) -> None:
+    learning = of_both_shards(world)
     server = world.shards.servers[1]
     assert server is not None
     held, server.sink.requests = server.sink.requests, lambda: 0  # type: ignore[method-assign]
@@ -396,12 +387,7 @@ def test_a_live_shard_without_rows_gets_a_longer_deadline(world: World) -> None:
 
 
 def test_a_batch_asked_of_one_shard_alone_does_not_wait_for_it_forever(world: World) -> None:
-    world.play(40)
-    learning = Learning(world)
-    until(
-        lambda: not learning.source.ready() and learning.source.shares.totals.all(),
-        world.turn, "both totals",
-    )  # fmt: skip
+    learning = of_both_shards(world)
     server = world.shards.servers[1]
     assert server is not None
     server.sink.requests = lambda: 0  # type: ignore[method-assign]

@@ -85,7 +85,7 @@ def resolve(
         what: its help.
         options: what the command takes besides the settings.
         part: what this host runs; a part without the replay needs no memory for it.
-        unread: settings and options that the command makes no use of; they are no flags of it.
+        unread: settings and options that the command does not use, and has no flags for.
 
     Raises:
         ConfigError: anything that cannot work, before any process starts.

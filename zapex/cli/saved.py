@@ -191,7 +191,7 @@ def _export_episodes(options: _ExportOptions) -> int:
                 data_format="arrow",  # of the extra; the default needs h5py
                 jpeg_encoding=False,  # it would lose what the network saw
             )
-    except BaseException:  # part of a dataset is none
+    except BaseException:  # an incomplete dataset cannot be read
         shutil.rmtree(directory / name, ignore_errors=True)
         raise
     print(f"checkpoint {saved}")
