@@ -391,6 +391,10 @@ class ZmqParameterSink:
     def version(self) -> int:
         """The largest version that the replay has or that is being sent to it; 0 is none."""
         self._link.do_work()
+        return self._largest
+
+    @property
+    def _largest(self) -> int:
         return max(self._acknowledged, self._newest.version)
 
     @property
@@ -400,8 +404,8 @@ class ZmqParameterSink:
 
     def publish(self, version: int, parameters: NDArray[np.uint8]) -> None:
         """Make these parameters the newest. An older version that was not sent yet is dropped."""
-        if version <= self.version:
-            raise ConfigError(f"a version must be above the newest, {self.version}, got {version}")
+        if version <= self._largest:
+            raise ConfigError(f"a version must be above the newest, {self._largest}, got {version}")
         self._newest = messages.Publish(version, as_buffer(parameters.copy()))
         self._send()
 

@@ -57,7 +57,7 @@ from zapex.roles.replay_server import ReplayServer
 from zapex.roles.values import Inference, OwnValues, Pull
 from zapex.run.networked import BothSinks
 from zapex.shm_transport import HostMemory
-from zapex.wire.messages import LEARNER
+from zapex.wire.messages import LEARNER, SMALL, Bye
 from zapex.wire.protocol import Form
 from zapex.zmq_transport import (
     ChunkSender,
@@ -144,6 +144,7 @@ class Process:
         self.role: Any = None
         self.life = self.incarnation = 0
         self.sockets: list[Any] = []
+        self.links: list[ZmqLink] = []
         self.asleep = False
         self._turns = 0  # counts those that were planned
         self.order: tuple[str, int] | None = None
@@ -230,7 +231,11 @@ class Process:
             if not copied:
                 self.role = None
                 self.life += 1
-                host.leave(error)
+                life = self.life
+                for link in self.links:
+                    link.send(SMALL, Bye())
+                why = type(error).__name__
+                self.time.soon(0.01, 0.05, lambda: life == self.life and host.leave(why))
         except Exception as error:
             if not copied:
                 if isinstance(error, Violation):
@@ -262,6 +267,7 @@ class Process:
         for socket in self.sockets:
             socket.close(silent=silent)
         self.sockets.clear()
+        self.links.clear()
         if silent:
             return
         self.time.say(f"{self.title} is dead")
@@ -339,9 +345,9 @@ class Host:
     def forget(self) -> None:
         """The memory is lost."""
 
-    def leave(self, error: Exception) -> None:
+    def leave(self, why: str) -> None:
         """A role may not go on: an actor host joins again, as another one."""
-        self.cluster.time.say(f"{self.name} leaves: {type(error).__name__}")
+        self.cluster.time.say(f"{self.name} leaves: {why}")
         boots = self.boots
         self._end(silent=False)
         self.off = True
@@ -431,11 +437,13 @@ class Host:
             process.sockets.append(dealers)
             return dealers
 
-        return ZmqLink(
+        link = ZmqLink(
             f"tcp://{shard}:1", role, self.number, process.incarnation, form,
             cluster.settings(shard), Security(insecure_network=True), schema_hash=SCHEMA.hash,
             actors=actors, clock_s=cluster.clock_s, dial=dial,
         )  # fmt: skip
+        process.links.append(link)
+        return link
 
     def make_learner(self, process: Process) -> Any:
         """With the replay on this machine."""

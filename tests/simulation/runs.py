@@ -57,10 +57,10 @@ def _show_least(outcome: Outcome) -> None:
     print("\n".join(f"  {line}" for line in least.history[-25:]))
 
 
-def explore(first: int, minutes: float) -> int:
-    """New seeds for some time; the first that fails ends it."""
+def explore(first: int, minutes: float, seeds: int | None) -> int:
+    """New seeds for some time, or so many; the first that fails ends it."""
     began, seed, simulated_s = time.monotonic(), first, 0.0
-    while time.monotonic() < began + 60 * minutes:
+    while seed < first + seeds if seeds else time.monotonic() < began + 60 * minutes:
         outcome = run(seed)
         simulated_s += outcome.simulated_s
         if outcome.violation:

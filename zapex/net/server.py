@@ -355,7 +355,7 @@ class LinkServer:
     def _bye(self, session: Session, message: Bye) -> None:
         self.sessions.leave(session)
         if session.role == "learner":
-            self.over = message.over
+            self.over = message.over or self.over
 
     def _answer(self, peer: bytes, error: Error, strike: float = 0.0) -> None:
         """Answer with an error, if this connection did not get very many. Count the strike."""

@@ -210,7 +210,8 @@ class Learner:
     def publish(self) -> None:
         """Publish the current parameters."""
         self._metrics.enter("publish")
-        self.version += 1
+        # Another learner may have had this one's place while the network was cut.
+        self.version = max(self.version, self._parameters.version) + 1
         self._parameters.publish(self.version, self._dqn.flat_parameters().view(np.uint8))
         self._published_s = self._clock_s()
         self._metrics.set("params_version", self.version)

@@ -90,7 +90,7 @@ def play(order: Order, incarnation: int) -> None:
             run_until_stopped(role, lambda ready: wait(ready, _LONGEST_WAIT_S), Stop())
         except (RunOver, Fenced, Refused):
             if attended is not None:
-                attended.save()
+                attended.leave()
             raise
     except (RunOver, Fenced, Refused) as error:
         print(f"{type(error).__name__}: {error}", flush=True)

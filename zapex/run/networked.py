@@ -134,13 +134,17 @@ class LinkedRole(Attended):
     def close(self) -> None:
         """Close the role, which saves what it has; then leave the run."""
         self._role.close()
-        for link in self._links:
-            link.close(bye=Bye())
+        self._say_bye()
 
-    def save(self) -> None:
-        """Save a learner's checkpoint."""
+    def leave(self) -> None:
+        """Save a learner's checkpoint. Actor numbers are free at once: this host is not back."""
         if self._saves:
             self._role.close()
+        self._say_bye()
+
+    def _say_bye(self) -> None:
+        for link in self._links:
+            link.close(bye=Bye())
 
 
 def _make_links(start: Start, actors: int = 0) -> tuple[list[ZmqLink], list[LinkWatch]]:

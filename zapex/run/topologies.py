@@ -99,8 +99,8 @@ class Attended(DutyCycle):
     fds: Sequence[int] | None = ()
     """Sockets that its process waits on, too. None: it must call `ready` all the time."""
 
-    def save(self) -> None:
-        """Save what the role has, although the run is over or refuses this host."""
+    def leave(self) -> None:
+        """Save what the role has, and leave: the run is over or refuses this host."""
 
 
 # The parts of a run.
@@ -201,7 +201,7 @@ class KeptReplay(Attended):
         self._role.close()
         self._keeper.close()
 
-    def save(self) -> None:
+    def leave(self) -> None:
         """Save the memory if the run does that."""
         self._keeper.close()
 
