@@ -54,6 +54,7 @@ VARIANTS = {
     "cut": "--cut-exploratory",
     "quantiles": "--quantiles 32",
     "shared trunk": "--share-trunk",
+    "adam-rel": "--optimiser adam-rel",
 }
 """Flags of `zapex train` by name; others are given as NAME=FLAGS."""
 RIVALS = {

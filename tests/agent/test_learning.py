@@ -246,6 +246,18 @@ def test_each_optimiser_is_its_closed_form(name):
     torch.testing.assert_close(learner.online.flat.double(), expected, rtol=1e-4, atol=2e-6)
 
 
+def test_adam_rel_counts_its_steps_from_each_target_on_with_the_means_that_it_has():
+    learner = make(optimiser="adam-rel", lr=0.01, optimiser_eps=1e-4, max_grad_norm=0,
+                   target_period=2)  # fmt: skip
+    start, gradients = learner.online.flat.clone(), []
+    for seed in range(5):
+        learner.learn(batch_of(8, seed))
+        gradients.append(learner.gradient.double())
+    expected = naive.adam(start.double(), gradients, lr=0.01, eps=1e-4, restart=2)
+    torch.testing.assert_close(learner.online.flat.double(), expected, rtol=1e-4, atol=2e-6)
+    assert learner.counters() == {"batches": 5, "optimiser_steps": 1}
+
+
 @pytest.mark.parametrize(("kind", "options"), [(CentredRMSProp, (1.5e-7, 0.95)), (Adam, (1e-8,))])
 def test_tensor_operations_of_an_optimiser_match_the_cpus_kernel(kind, options):
     generator = torch.Generator().manual_seed(0)

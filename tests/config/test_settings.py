@@ -43,7 +43,7 @@ def test_field_names_are_unique_over_all_sections() -> None:
         ({"actors": 2.0}, ("whole number", "2.0")),
         ({"inline": 1}, ("true or false", "1")),
         ({"exp": 3}, ("text", "3")),
-        ({"optimiser": "sgd"}, ("'rmsprop', 'adam'", "'sgd'")),
+        ({"optimiser": "sgd"}, ("'rmsprop', 'adam', 'adam-rel'", "'sgd'")),
         ({"stop_at_return": "high"}, ("finite number", "'high'")),
         ({"env": " "}, ("' '",)),
         ({"env_kwargs": {"a": object()}}, (" a ", "object")),

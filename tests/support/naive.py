@@ -105,10 +105,11 @@ def centred_rmsprop(parameter, gradients, lr, decay, eps):
     return parameter
 
 
-def adam(parameter, gradients, lr, eps, beta1=0.9, beta2=0.999):
-    """One number after steps along `gradients`."""
+def adam(parameter, gradients, lr, eps, beta1=0.9, beta2=0.999, restart=1 << 60):
+    """One number after steps along `gradients`, which are counted anew after each `restart`."""
     mean = square = 0.0
-    for step, gradient in enumerate(gradients, start=1):
+    for number, gradient in enumerate(gradients):
+        step = 1 + number % restart
         mean = beta1 * mean + (1 - beta1) * gradient
         square = beta2 * square + (1 - beta2) * gradient**2
         parameter -= lr * (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)) ** 0.5 + eps)

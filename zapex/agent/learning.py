@@ -54,7 +54,8 @@ class DQN:
     Args:
         network: the online network; the target network is a copy of it.
         lr: learning rate.
-        optimiser: rmsprop (centred) or adam.
+        optimiser: rmsprop (centred), adam, or adam-rel: Adam whose count of steps begins again
+            with each target, its means do not (arXiv 2412.17113).
         rmsprop_decay: decay of RMSProp's averages.
         optimiser_eps: added to the optimiser's denominator.
         loss: huber (slope 1 beyond an error of 1), squared (half the square) or module:function;
@@ -101,12 +102,13 @@ class DQN:
         self._double, self._munchausen, self._shares = double, munchausen, share_trunk
         self._max_grad_norm = torch.tensor(max_grad_norm or math.inf, device=network.device)
         self._target_period = target_period
+        self._restarts = optimiser == "adam-rel"
         self.gradient = torch.zeros_like(network.flat)
         self._gradient_views = network.split(self.gradient)
         flat = network.flat, self.gradient
         self.optimiser: Optimiser = (
             Adam(*flat, lr, optimiser_eps)
-            if optimiser == "adam"
+            if optimiser.startswith("adam")
             else CentredRMSProp(*flat, lr, optimiser_eps, rmsprop_decay)
         )
 
@@ -253,6 +255,8 @@ class DQN:
     def renew_target(self) -> None:
         """Make the target network the online network."""
         self.target.load_flat(self.online.flat)
+        if self._restarts:
+            self.optimiser.steps = 0
 
     @staticmethod
     def results(batch_size: int) -> int:

@@ -85,7 +85,7 @@ class Settings(TypedDict, total=False):
     huge_pages: bool
     batch_size: Count
     lr: float
-    optimiser: Literal["rmsprop", "adam"]
+    optimiser: Literal["rmsprop", "adam", "adam-rel"]
     rmsprop_decay: float
     optimiser_eps: float
     max_grad_norm: float

@@ -143,8 +143,9 @@ class LearnerConfig(SettingsGroup):
     """Transitions per batch."""
     lr: float = setting(0.00025 / 4, above=0.0)
     """Learning rate."""
-    optimiser: Literal["rmsprop", "adam"] = "rmsprop"
-    """Centred RMSProp (the paper's) or Adam."""
+    optimiser: Literal["rmsprop", "adam", "adam-rel"] = "rmsprop"
+    """Centred RMSProp (the paper's), Adam, or Adam whose count of steps begins again with each
+    target (arXiv 2412.17113)."""
     rmsprop_decay: float = setting(0.95, low=0.0, high=1.0)
     """Decay of RMSProp's averages."""
     optimiser_eps: float = setting(1.5e-7, above=0.0)
