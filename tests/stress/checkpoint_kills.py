@@ -174,7 +174,7 @@ def main() -> int:
     result = run(chosen.kills, chosen.seed)
     print(json.dumps(result))
     if chosen.json:
-        add_json(chosen.json, "hostile", "checkpoint_kills", result, evidence(watch, None))
+        add_json(chosen.json, "kills", "checkpoint_kills", result, evidence(watch, None))
     return 0
 
 

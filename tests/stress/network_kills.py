@@ -462,8 +462,8 @@ def main() -> int:
     if chosen.json:
         add_json(
             chosen.json,
-            "hostile",
-            f"kills_and_cuts{_OF[chosen.scheme]}",
+            "kills",
+            f"network_kills{_OF[chosen.scheme]}",
             result,
             evidence(watch, None),
         )

@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     print(result)
     if options.json:
-        add_json(options.json, "plane", "replay_restart", result, evidence(watch, None))
+        add_json(options.json, "kills", "replay_restart", result, evidence(watch, None))
     return 0
 
 

@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(result, indent=1))
     if options.json:
         name = "role_kills" + "_atari" * options.atari + "_central" * options.central
-        add_json(options.json, "plane", name, result, evidence(watch, None))
+        add_json(options.json, "kills", name, result, evidence(watch, None))
     return 0
 
 
