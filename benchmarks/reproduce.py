@@ -206,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason := run(one, out):
             failed = True
             print(f"  failed: {reason}", flush=True)
-            continue
+            if not out.exists():
+                continue
         whole = json.loads(out.read_text())
         for doubt in whole.get("doubts", []) if isinstance(whole, dict) else []:
             print(f"  doubt: {doubt}", flush=True)
