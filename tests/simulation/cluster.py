@@ -567,6 +567,7 @@ class ReplayMachine(Host):
             plan.replay, alpha=1.0, eps=0.0, seed=process.life, buffer=memory.experience,
             shard=0,
         )  # fmt: skip
+        replay.warn = cluster.tell  # a small memory is meant to be full early
         assert self.known is not None
         cluster.checker.watch(replay, self.known, lambda: cluster.net.ghost)
         sink: Any
