@@ -207,7 +207,7 @@ def equal_frames(groups: Mapping[Any, Any], env: str, minutes: float) -> float:
 
 
 def _is_rival(group: Sequence[Mapping[str, Any]]) -> bool:
-    return "versions" in group[0]
+    return group[0]["variant"] in {*RIVALS, "stable-baselines3", "cleanrl"}  # runs before RIVALS
 
 
 def _frames(run: Mapping[str, Any]) -> float:
