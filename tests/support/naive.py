@@ -106,7 +106,7 @@ def centred_rmsprop(parameter, gradients, lr, decay, eps):
 
 
 def adam(parameter, gradients, lr, eps, beta1=0.9, beta2=0.999, restart=1 << 60):
-    """One number after steps along `gradients`, which are counted anew after each `restart`."""
+    """One number after steps along `gradients`, counted from 1 again after each `restart`."""
     mean = square = 0.0
     for number, gradient in enumerate(gradients):
         step = 1 + number % restart

@@ -54,8 +54,8 @@ class DQN:
     Args:
         network: the online network; the target network is a copy of it.
         lr: learning rate.
-        optimiser: rmsprop (centred), adam, or adam-rel: Adam whose count of steps begins again
-            with each target, its means do not (arXiv 2412.17113).
+        optimiser: rmsprop (centred), adam, or adam-rel: Adam that counts its steps from each
+            new target on, and keeps its means (arXiv 2412.17113).
         rmsprop_decay: decay of RMSProp's averages.
         optimiser_eps: added to the optimiser's denominator.
         loss: huber (slope 1 beyond an error of 1), squared (half the square) or module:function;

@@ -137,7 +137,7 @@ class LinkedRole(Attended):
         self._say_bye()
 
     def leave(self) -> None:
-        """Save a learner's checkpoint. Actor numbers are free at once: this host is not back."""
+        """Save a learner's checkpoint, and free this host's actor numbers: it will not return."""
         if self._saves:
             self._role.close()
         self._say_bye()
