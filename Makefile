@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin stress simulate lint wheel release site bench gpu-check learning atari57 results reproduce paper peers peers-reverb peers-dqn clean check-python
+.PHONY: help venv train demo cluster-demo test test-slow scenarios smoke fuzz twin simulate lint wheel release site bench gpu-check learning atari57 results reproduce paper peers peers-reverb peers-dqn clean check-python
 
 VENV  ?= .venv
 ARGS  ?=
@@ -51,7 +51,6 @@ help:
 	  '  make lint     ruff, mypy, direction of imports' \
 	  '  make fuzz     fuzz the decoders: ARGS="--runs 10000000 --decoder push"' \
 	  '  make twin     compare the replay with a naive twin: ARGS="--minutes 60 --seed 7"' \
-	  '  make stress   roles killed at every step, everything accounted for: ARGS="--minutes 10 --seed 7"' \
 	  '  make simulate a cluster in one process, every fault drawn from a seed: ARGS="--seed 7", ARGS="--minutes 10"' \
   '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
@@ -111,9 +110,6 @@ fuzz: $(STAMP)
 
 twin: $(STAMP)
 	@$(BIN)/python -m tests.library.twin $(ARGS)
-
-stress: $(STAMP)
-	@$(BIN)/python -m tests.stress.chaos $(ARGS)
 
 simulate: $(STAMP)
 	@$(BIN)/python -m tests.simulation $(ARGS)

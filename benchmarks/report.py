@@ -261,12 +261,6 @@ def survives() -> Iterator[Row]:
     """What was killed or cut, and what was lost."""
     yield "", "lost", "doubled or torn", "command"
     kills = of("kills")
-    chaos = kills["chaos"]
-    yield (
-        f"{sum(chaos['kills'].values()):,} kills of torch-free roles at every step of the protocol",
-        str(chaos["lost"]), str(chaos["doubled"] + chaos["torn"] + chaos["foreign"]),
-        "`make stress`",
-    )  # fmt: skip
     roles = kills["role_kills"]
     yield (
         "`zapex train` with 30 roles killed at random times", str(roles["lost"]),

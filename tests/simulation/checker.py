@@ -1,8 +1,7 @@
 """What must be true of a simulated run: looked for in the memories, whatever the roles say.
 
-The contents are those of tests/stress/chaos_content.py: a frame names its writer, and all that is
-made of it can be computed again. A transition's name is its life (actor, incarnation, stream) and
-its number in it.
+A transition's name is its life (actor, incarnation, stream) and its number in it. A priority is
+what the row's actor said, and a fraction that says which of the newest updates it is of.
 """
 
 from collections import Counter, defaultdict
@@ -12,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.simulation.truth import Life, Longs, Truth
-from tests.stress.chaos_content import Violation, chunk_rows
-from tests.stress.chaos_updates import STEPS, floor, fraction
+from tests.simulation.truth import Life, Longs, Truth, Violation
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import GENERATION_MASK, GENERATION_SHIFT, slots_and_rows
 from zapex.chunks.layout import (
@@ -27,6 +24,7 @@ from zapex.chunks.layout import (
     HOST,
     INCARNATION,
     LIVE,
+    NO_FRAME,
     SEQUENCE,
     STATE,
     STREAM,
@@ -34,6 +32,22 @@ from zapex.chunks.layout import (
 from zapex.chunks.store import ChunkStore
 from zapex.replay.core import ReplayCore
 from zapex.roles.intake import Intake
+
+_UPDATES = 1 << 10  # fractions of 1/4 that float32 tells apart: priorities are below 2^12
+
+
+def _rows_of(store: ChunkStore, slot: int) -> dict[str, NDArray[Any]]:
+    """The naive twin of the gather kernel: a chunk's rows, column by column."""
+    count = int(store.header_rows[slot, COUNT])
+    held = store.column(slot, "obs")
+    names = ("action", "reward", "discount", "priority")
+    rows = {name: store.column(slot, name)[:count].copy() for name in names}
+    for name in ("obs", "next_obs"):
+        which = store.column(slot, f"{name}_frames")[:count].astype(np.int64)
+        seen = held[np.where(which == NO_FRAME, 0, which)].copy()
+        seen[which == NO_FRAME] = 0
+        rows[name] = seen
+    return rows
 
 
 @dataclass
@@ -43,6 +57,7 @@ class Memory:
     name: str
     sharded: bool
     networked: bool
+    with_learner: bool  # whose updates wait in this memory
     newest: int = 0  # commit sequence
     next: dict[Life, int] = field(default_factory=dict)
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -58,6 +73,7 @@ class Memory:
     began: int = 0  # with so many transitions
     opened: int | None = None  # committed, when the limiter let the first batch through
     drawn: int = 0
+    restarted: bool = False  # and no update has come since
     update: tuple[int, int] | None = None  # the last one: a learner's life, and its number there
 
 
@@ -89,7 +105,9 @@ class Checker:
         if not dead():
             self.take(replay.store, memory)
             memory.leaves = self._leaves(replay).copy()
-        memory.update, memory.drawn, memory.opened = None, 0, None
+        memory.drawn, memory.opened, memory.restarted = 0, None, True
+        if not memory.with_learner:  # those that were acknowledged and not applied are gone
+            memory.update = None
         reprioritise, draw = replay.reprioritise, replay.draw
 
         def on_evict(slot: int) -> None:
@@ -122,7 +140,7 @@ class Checker:
         count = int(store.header_rows[slot, COUNT])
         if not 1 <= count <= store.layout.chunk:
             raise Violation(f"torn: slot {slot} has {count} rows")
-        rows = chunk_rows(store, slot)
+        rows = _rows_of(store, slot)
         stamps = rows["obs"][:, -1, :4]
         table = self.truth.check(rows, f"slot {slot}")
         numbers = self.truth.columns["number"][table]
@@ -210,17 +228,19 @@ class Checker:
     ) -> None:
         live = self._live(replay, keys)
         given = self._priorities(memory, keys[live])
-        if (floor(values[live]) != given).any():
+        if (np.floor(4 * values[live]) / 4 != given).any():
             raise Violation(f"foreign: {memory.name}: {values[live]} for rows of {given}")
         memory.leaves[slots_and_rows(keys[live])] = values[live]
-        (number,) = set((values % 0.25 * 4 * STEPS).tolist())
+        (number,) = set((values % 0.25 * 4 * _UPDATES).tolist())
         before, memory.update = memory.update, self._numbers[int(number)]
         who, at = memory.update
+        again, memory.restarted = memory.restarted, False
         self.updates += 1
-        if before is not None:
-            ahead = who > before[0] or (at > before[1] if memory.sharded else at == before[1] + 1)
-            if who < before[0] or not ahead:
-                raise Violation(f"lost: {memory.name}: update {memory.update} follows {before}")
+        if before is None or who > before[0]:
+            return
+        follows = at > before[1] if memory.sharded else at == before[1] + 1
+        if who < before[0] or not (follows or (again and at == before[1])):
+            raise Violation(f"lost: {memory.name}: update {memory.update} follows {before}")
 
     def check_leaves(self, replay: ReplayCore, memory: Memory) -> None:
         """Every live row can be drawn by its own priority, and no other one."""
@@ -339,9 +359,9 @@ class Checker:
             raise Violation("foreign: two learners learn")
         if not after:
             self._last_at[who] = at
-        number = self.batches % (STEPS - 1)
-        self._numbers[number + 1] = who, at
-        return errors + np.float32(fraction(number))
+        number = 1 + self.batches % (_UPDATES - 1)  # 0 is the actor's own
+        self._numbers[number] = who, at
+        return errors + np.float32(number / _UPDATES / 4)
 
     def load(self, process: str, words: Longs) -> int:
         """Parameters that somebody loads are whole, and not older than its last."""

@@ -2,7 +2,7 @@
 
 The roles, their ends of the links, intakes, ledgers and limiters are the production classes, wired
 as run/topologies.py and run/networked.py do. Games, Q values and what learns are not: their
-contents can be checked (tests/stress/chaos_content.py). A process dies at a named step of the
+contents can be checked (tests/simulation/truth.py). A process dies at a named step of the
 protocol in this way: at the step its machine's memory is copied; when its turn is over, of which
 nothing leaves the process any more, the copy is put back.
 """
@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 from tests.simulation.checker import Checker, Memory
 from tests.simulation.clock import Timeline
 from tests.simulation.network import Network, SimDealers, SimListener
-from tests.simulation.truth import TableStreams, values_of
-from tests.stress import steps
-from tests.stress.chaos_content import (
+from tests.simulation.truth import (
     ACTIONS,
     FRAME_WORDS,
     SCHEMA,
     STACK,
+    TableStreams,
     Violation,
+    values_of,
 )
+from tests.stress import steps
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import BatchLayout
@@ -548,7 +549,10 @@ class ReplayMachine(Host):
         part = "all" if alone else "replay with learner" if shape.learns_there else "replay"
         actors = shape.all_actors
         self.allocate(self.plan(part, actors, shape.capacity, central=alone and shape.central))
-        self.known = Memory(f"{self.name} {self.boots}", shape.shards > 1, networked=not alone)
+        self.known = Memory(
+            f"{self.name} {self.boots}", shape.shards > 1, networked=not alone,
+            with_learner=alone or shape.learns_there,
+        )  # fmt: skip
         makers: dict[str, Callable[[Process], Any]] = {"replay": self._make_replay}
         if alone:
             makers |= self.actor_makers(range(actors))

@@ -8,19 +8,56 @@ from typing import Any
 
 from tests.simulation.clock import Timeline
 from tests.simulation.cluster import ActorMachine, Cluster, LearnerMachine, Process, ReplayMachine
-from tests.stress.chaos_content import Violation
-from tests.stress.chaos_run import NETWORK_STEPS, STEPS
+from tests.simulation.truth import Violation
 
 FAULTY_S = 60.0  # how long there are faults
 PROGRESS_S = 150.0  # once there are none: a host that only said hello keeps its numbers for 60 s
 _ORDER_S = 5.0  # that a process has to come to the step at which it dies
+_RING = ["ring-written", "ring-committed", "ring-read", "ring-released"]
 _MAILBOX = ["cell-marked", "cell-written", "cell-stamped", "value-published"]
-_OF_ROLE = {
-    **STEPS,
-    "replay": STEPS["replay"] + _MAILBOX + 3 * NETWORK_STEPS,
-    "relay": [*STEPS["replay"], *_MAILBOX, "value-copied"],
-    "join": ["ring-written"],
-}
+_GRANTS = ["slot-reclaimed", "grant-written", "slot-granted"]
+_ACTORS = [*_RING, "commits-taken", "grants-sent"]
+_SAMPLES = [
+    *_RING, "answer-written", "answer-given", "request-released", "update-applied",
+    "update-released",
+]  # fmt: skip
+_REPLAY = [
+    *_GRANTS, "leaves-set", "accept-stamped", "slot-live", "leaves-cleared", "generation-bumped",
+    "slot-evicted", "slot-freed", "quarantine-ended",
+]  # fmt: skip
+_PUSHES = ["push-written", "push-committed"]
+_ACTOR = [
+    *_RING, "grants-taken", "slot-opened", "frame-written", "row-written", "chunk-stamped",
+    "chunk-committed", "chunks-announced",
+]  # fmt: skip
+STEPS = {
+    "actor": [*_ACTOR, "value-copied"],
+    "actor that asks": [*_ACTOR, "question-written", "question-asked"],
+    "inference": ["values-written", "question-answered", "value-copied"],
+    "replay": [*_REPLAY, *_ACTORS, *_SAMPLES],
+    "replay with learner": [*_REPLAY, *_SAMPLES, *3 * _PUSHES, "value-copied"],
+    "replay on a network": [*_REPLAY, *_MAILBOX, *3 * _PUSHES, "value-copied"],
+    "learner": [
+        *_RING, *_MAILBOX, "batch-requested", "columns-copied", "rows-copied", "batch-gathered",
+        "batch-released", "update-written", "update-sent",
+    ],
+    "learner on a network": _MAILBOX,
+    "relay": [*_GRANTS, *_ACTORS, *_MAILBOX],
+    "join": [],
+}  # fmt: skip
+"""The steps of zapex's source that a role passes (docs/ring_protocol.md), where it may die."""
+
+
+def _steps_of(process: Process) -> list[str]:
+    shape, role = process.host.cluster.shape, process.name.split()[0]
+    match role:
+        case "actor" if shape.central:
+            role = "actor that asks"
+        case "replay" if shape.shards:
+            role = "replay with learner" if shape.learns_there else "replay on a network"
+        case "learner" if isinstance(process.host, LearnerMachine):
+            role = "learner on a network"
+    return STEPS[role]
 
 
 @dataclass(frozen=True)
@@ -101,7 +138,7 @@ class _Nemesis:
                     return
                 if fault.kind == "stop":
                     process.stopped_until_s = self._time.now_s + min(left_s, 60 * b**3)
-                elif b < 0.2:
+                elif b < 0.2 or not _steps_of(process):
                     process.die()
                 else:
                     self._order(process, c, d)
@@ -142,7 +179,7 @@ class _Nemesis:
         return ends if a * 8 % 1 < 0.5 else (ends[1], ends[0])
 
     def _order(self, process: Process, which: float, count: float) -> None:
-        process.order = _pick(_OF_ROLE[process.name.split()[0]], which), 1 + int(20 * count**3)
+        process.order = _pick(_steps_of(process), which), 1 + int(20 * count**3)
         life = process.life
         self._time.after(
             _ORDER_S, lambda: process.order is not None and life == process.life and process.die()

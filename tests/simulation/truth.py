@@ -1,7 +1,9 @@
-"""What every transition must be, computed once: tests/stress/chaos_content.py as a table.
+"""What actors play and every transition must be: each frame names its writer.
 
-A row of the table is a frame of a life (actor, incarnation, stream) and the transition that begins
-there. Lives come into the table in blocks, as they are asked for.
+A life (actor, incarnation, stream) plays episodes of known length. A frame begins with its stamp,
+which is its life and its number, and all of it is a function of that; so are the Q values, and what
+an actor makes of the frame. Whoever sees a row knows what it must be. `Truth` is that as a table: a
+row of it is a frame and the transition that begins there.
 """
 
 from types import SimpleNamespace
@@ -10,23 +12,95 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.stress.chaos_content import (
-    ACTIONS,
-    Violation,
-    best_of,
-    length_of,
-    rewards,
-    transitions,
-)
+from zapex.chunks.schema import Column, Schema
 from zapex.envs.streams import Step
 
+STACK, FRAME_WORDS, ACTIONS = 2, 24, 16
+N_STEP, GAMMA = 2, 0.5
+SCHEMA = Schema(
+    {
+        "obs": Column((FRAME_WORDS,), np.int64, stack=STACK),
+        "action": Column((), np.int64),
+    },
+    n_step=N_STEP,
+    gamma=GAMMA,
+)
 Life = tuple[int, int, int]
 Longs = NDArray[np.int64]
+
 _BLOCK = 256
+_MIX = np.array(
+    [6364136223846793005, 3037000493, 1442695040888963407, 2862933555777941757], np.int64
+)
+
+
+class Violation(Exception):
+    """A promise was broken; the first word says which: torn, foreign, lost, doubled, stuck ..."""
+
+
+def _identity(stamps: Longs) -> Longs:
+    """A number for each stamp (B, 4): actor, incarnation, stream, number of the frame."""
+    mixed: Longs = (stamps * _MIX).sum(axis=1)
+    return mixed
+
+
+def _length_of(stamps: Longs) -> Longs:
+    """How many transitions an episode of each stream has; it has one frame more."""
+    return 37 + 2 * (stamps[:, 2] % 3)
+
+
+def _at_frame(stamps: Longs, numbers: Longs) -> Longs:
+    """The stamps of other frames of the same streams."""
+    moved = stamps.copy()
+    moved[:, 3] = numbers
+    return moved
+
+
+def _observations(stamps: Longs) -> Longs:
+    """(B, STACK, FRAME_WORDS): what is seen at each frame."""
+    seen = np.zeros((len(stamps), STACK, FRAME_WORDS), np.int64)
+    for place, number in enumerate((stamps[:, 3] - 1, stamps[:, 3])):
+        at = _at_frame(stamps, number)
+        seen[:, place, :4] = at
+        seen[:, place, 4:] = (_identity(at)[:, None] + np.arange(4, FRAME_WORDS) * 97) | 1
+    seen[stamps[:, 3] % (_length_of(stamps) + 1) == 0, 0] = 0
+    return seen
+
+
+def _rewards(stamps: Longs) -> NDArray[np.float64]:
+    """The reward of the step from each frame."""
+    return (stamps[:, 3] % 7).astype(np.float64)
+
+
+def _best_of(stamps: Longs) -> tuple[Longs, NDArray[np.float64]]:
+    """The action with the largest Q value at each frame, and that value: a multiple of 1."""
+    mixed = _identity(stamps)
+    return (mixed >> 33) & (ACTIONS - 1), 1.0 + ((mixed >> 20) & 0x7FF)
+
+
+def _rows_of(stamps: Longs) -> dict[str, NDArray[Any]]:
+    """The rows of the table: the transitions that begin at these frames, and what else is known."""
+    length = _length_of(stamps)
+    episode, step = np.divmod(stamps[:, 3], length + 1)
+    steps = np.minimum(N_STEP, length - step)
+    ends = step + steps == length
+    after = _at_frame(stamps, stamps[:, 3] + steps)
+    reward, whole = _rewards(stamps), steps == N_STEP
+    reward[whole] += GAMMA * _rewards(_at_frame(stamps, stamps[:, 3] + 1))[whole]
+    discount = np.where(ends & (episode % 2 == 0), 0.0, GAMMA**steps)
+    action, value = _best_of(stamps)
+    return {
+        "obs": _observations(stamps), "next_obs": _observations(after), "action": action,
+        "reward": reward, "discount": discount,
+        # Exact in float32, a multiple of 1/4: a leaf of the tree names its transition.
+        "priority": np.abs(reward + discount * _best_of(after)[1] - value),
+        "value": value, "step_reward": _rewards(stamps), "step": step, "episode": episode,
+        "number": episode * length + step,
+    }  # fmt: skip
 
 
 class Truth:
-    """The table."""
+    """The table. Lives come into it in blocks, as they are asked for."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int, int, int], int] = {}
@@ -51,13 +125,8 @@ class Truth:
         stamps = np.empty((_BLOCK, 4), np.int64)
         stamps[:, :3] = place[:3]
         stamps[:, 3] = place[3] * _BLOCK + np.arange(_BLOCK)
-        episode, step = np.divmod(stamps[:, 3], length_of(stamps) + 1)
-        found = transitions(stamps)
-        found["value"], found["step_reward"] = best_of(stamps)[1], rewards(stamps)
-        found["step"], found["episode"] = step, episode
-        found["number"] = episode * length_of(stamps) + step
         base, self._size = self._size, self._size + _BLOCK
-        for name, column in found.items():
+        for name, column in _rows_of(stamps).items():
             held = self.columns.get(name)
             if held is None or self._size > len(held):
                 larger = np.empty((max(4096, 2 * self._size), *column.shape[1:]), column.dtype)
@@ -79,7 +148,7 @@ class Truth:
 
 
 class TableStreams:
-    """The games of one life of an actor, as its environments: ChaosStreams of the stress tests."""
+    """The games of one life of an actor, as its environments."""
 
     finished = ()
     spec = SimpleNamespace(frames_per_step=1)
@@ -89,7 +158,7 @@ class TableStreams:
         self._stamps = np.zeros((streams, 4), np.int64)
         self._stamps[:, :2] = actor, incarnation
         self._stamps[:, 2] = actor * streams + np.arange(streams)
-        self._length = length_of(self._stamps)
+        self._length = _length_of(self._stamps)
         self._over = np.zeros(streams, np.bool_)
         self._nothing = np.zeros(streams, np.bool_)
 
