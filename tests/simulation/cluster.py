@@ -4,7 +4,8 @@ The roles, their ends of the links, intakes, ledgers and limiters are the produc
 as run/topologies.py and run/networked.py do. Games, Q values and what learns are not: their
 contents can be checked (tests/simulation/truth.py). A process dies at a named step of the
 protocol in this way: at the step its machine's memory is copied; when its turn is over, of which
-nothing leaves the process any more, the copy is put back.
+nothing leaves the process any more, the copy is put back. Where it stops at a step instead, time
+goes on for the others before the step's call returns.
 """
 
 import traceback
@@ -32,7 +33,7 @@ from tests.simulation.truth import (
 from tests.stress import steps
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.builder import ChunkBuilder
-from zapex.chunks.layout import BatchLayout
+from zapex.chunks.layout import COMMITTED, INCARNATION, STATE, BatchLayout
 from zapex.errors import Fenced, Refused, RunOver
 from zapex.host.metrics import EPISODE, RoleMetrics
 from zapex.host.parts import PARTS
@@ -148,7 +149,9 @@ class Process:
         self.links: list[ZmqLink] = []
         self.asleep = False
         self._turns = 0  # counts those that were planned
-        self.order: tuple[str, int] | None = None
+        # A step, at which of its passages, and the time until which it stops there; 0: it dies.
+        self.order: tuple[str, int, float] | None = None
+        self.held = False  # stopped at a step
         self.stopped_until_s = 0.0
 
         self.title = f"{host.name}/{name}"
@@ -169,8 +172,10 @@ class Process:
         if life == self.life:
             self.time.say(f"{self.title} begins")
             self._declare(asleep=False)  # a former life may have died in its sleep
-            self.role = self._run(lambda: self._make(self))
-            self._again(0.001)
+            role = self._run(lambda: self._make(self))
+            if life == self.life:
+                self.role = role
+                self._again(0.001)
 
     def _turn(self, turn: int) -> None:
         if turn != self._turns or self.role is None:
@@ -197,11 +202,13 @@ class Process:
         """Something has come for it: it does not sleep on (machine/waiting.py)."""
         if self.asleep:
             self._declare(asleep=False)
-            self._again(0.5 * self.host.cluster.turn_s)
+            if not self.held:
+                self._again(0.5 * self.host.cluster.turn_s)
 
     def _falls_asleep(self) -> bool:
         self._declare(asleep=True)
-        if self.role.ready():
+        role = self.role
+        if role.ready() and role is self.role:
             self._declare(asleep=False)
         return self.asleep
 
@@ -212,19 +219,20 @@ class Process:
             memory.sleeping[memory.sleeping_word(self.name)] = asleep
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Let it run; it may die at the step of its order."""
-        cluster, host, life = self.host.cluster, self.host, self.life
-        words = cluster.orders
+        """Let it run; it may die or stop at the step of its order."""
+        cluster, host, life, order = self.host.cluster, self.host, self.life, self.order
         copied: list[Any] = []
 
-        def dies(_: Any) -> None:
-            cluster.net.ghost = True
-            copied.extend(block.copy() for block in host.blocks)
+        def comes_to_it() -> None:
+            assert order is not None
+            if order[2]:
+                self._stand_still(*order)
+            if not order[2] or life != self.life:
+                cluster.net.ghost = True
+                copied.extend(block.copy() for block in host.blocks)
 
-        if self.order is not None:
-            steps.order(words, *self.order, 0)
-            words[steps.LAST] = 0
-        steps.obey(words, dies)
+        if order is not None:
+            steps.order(*order[:2], comes_to_it)
         found: Any = None
         try:
             found = call()
@@ -238,32 +246,43 @@ class Process:
                 why = type(error).__name__
                 self.time.soon(0.01, 0.05, lambda: life == self.life and host.leave(why))
         except Exception as error:
-            if not copied:
+            if not copied and cluster.failure is None:
                 if isinstance(error, Violation):
                     raise
                 raise Violation(f"crash: {self.title}: {traceback.format_exc()}") from error
         finally:
             cluster.net.ghost = False
-            if self.order is not None:
-                if not copied:
-                    self.order = self.order[0], words[steps.COUNT]
-                steps.withdraw(words)
+            left = steps.withdraw()
+            if order is not None and self.order is order:
+                self.order = order[0], left, order[2]
+        if cluster.failure is not None:
+            raise cluster.failure
         if copied:
             for block, as_it_was in zip(host.blocks, copied, strict=True):
                 block[:] = as_it_was
-            self.time.say(f"{self.title} dies at {self.order[0] if self.order else ''}")
-            self.order = None
             if life == self.life:
+                self.time.say(f"{self.title} dies at {order[0] if order else ''}")
                 self.die()
         elif found and self.life == life and self.role is not None and host.watch is not None:
             host.watch(self)
         return None if copied or self.life != life else found
 
+    def _stand_still(self, step: str, _: int, until_s: float) -> None:
+        """In the middle of its turn, while the others go on. It may be killed meanwhile."""
+        self.order, self.held, life = None, True, self.life
+        self.time.say(f"{self.title} stops at {step}")
+        try:
+            self.time.run(max(self.time.now_s, until_s))
+        except Exception as error:  # which does not pass through a kernel
+            self.host.cluster.failure = error
+        if life == self.life:
+            self.held = False
+
     def die(self, *, silent: bool = False) -> None:
         """It is gone. Its parent starts it again, if the machine is there."""
         self.life += 1
         life, self.role, self.order = self.life, None, None
-        self.asleep = False
+        self.asleep = self.held = False
         self.stopped_until_s = 0.0
         for socket in self.sockets:
             socket.close(silent=silent)
@@ -272,6 +291,7 @@ class Process:
         if silent:
             return
         self.time.say(f"{self.title} is dead")
+        self.host.bury(self)
         self.time.soon(0.001, 0.1, lambda: life == self.life and self._announce(0))
         longest_s = self.time.rng.choice((1.0, 2.0, 8.0))
         self.time.soon(0.1, longest_s, lambda: life == self.life and self.start())
@@ -345,6 +365,9 @@ class Host:
 
     def forget(self) -> None:
         """The memory is lost."""
+
+    def bury(self, process: Process) -> None:
+        """It has died, and the memory is as it left it."""
 
     def leave(self, why: str) -> None:
         """A role may not go on: an actor host joins again, as another one."""
@@ -564,6 +587,13 @@ class ReplayMachine(Host):
         assert self.known is not None
         self.cluster.checker.lose(self.attach().store(), self.known)
 
+    def bury(self, process: Process) -> None:
+        if process.name.startswith("actor "):  # what it has filled is taken over
+            store = self.attach().store()
+            rows, life = store.header_rows, process.incarnation
+            filled = (rows[:, INCARNATION] == life) & (rows[:, STATE] == COMMITTED)
+            self.cluster.checker.owe(store, np.flatnonzero(filled), process.title)
+
     def _make_replay(self, process: Process) -> Any:
         cluster, memory, shape = self.cluster, self.attach(), self.cluster.shape
         plan = memory.plan
@@ -753,7 +783,7 @@ class Cluster:
         self.learners = 0  # lives of learners
         self.shape = shape = Shape.of(time)
         self.net = Network(time, copies=shape.copies, places=shape.places)
-        self.orders = memoryview(bytearray(8 * steps.WORDS)).cast("q")
+        self.failure: Exception | None = None  # while somebody stopped at a step
         self.is_over = False
         self.turn_s = time.rng.choice((0.1, 0.3, 1.0))
         layout = ReplayLayout(

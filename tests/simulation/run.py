@@ -12,7 +12,7 @@ from tests.simulation.truth import Violation
 
 FAULTY_S = 60.0  # how long there are faults
 PROGRESS_S = 150.0  # once there are none: a host that only said hello keeps its numbers for 60 s
-_ORDER_S = 5.0  # that a process has to come to the step at which it dies
+_ORDER_S = 5.0  # that a process has to come to the step of its order
 _RING = ["ring-written", "ring-committed", "ring-read", "ring-released"]
 _MAILBOX = ["cell-marked", "cell-written", "cell-stamped", "value-published"]
 _GRANTS = ["slot-reclaimed", "grant-written", "slot-granted"]
@@ -136,12 +136,16 @@ class _Nemesis:
                 process = _pick([p for p in self._cluster.processes if p.role is not None], a)
                 if process is None:
                     return
-                if fault.kind == "stop":
-                    process.stopped_until_s = self._time.now_s + min(left_s, 60 * b**3)
-                elif b < 0.2 or not _steps_of(process):
+                named = _steps_of(process)
+                until_s = self._time.now_s + min(left_s, 60 * b**3)
+                if fault.kind == "stop" and (c < 0.5 or not named):
+                    process.stopped_until_s = until_s
+                elif fault.kind == "stop":
+                    self._order(process, _pick(named, 2 * c - 1), d, until_s)
+                elif b < 0.2 or not named:
                     process.die()
                 else:
-                    self._order(process, c, d)
+                    self._order(process, _pick(named, c), d)
             case "cut" | "cut one way":
                 here, there = self._ends(a, b)
                 for ways in ((here, there), (there, here))[: 1 + (fault.kind == "cut")]:
@@ -178,12 +182,17 @@ class _Nemesis:
         ends = _pick(replays, a), _pick(others, b)
         return ends if a * 8 % 1 < 0.5 else (ends[1], ends[0])
 
-    def _order(self, process: Process, which: float, count: float) -> None:
-        process.order = _pick(_steps_of(process), which), 1 + int(20 * count**3)
+    def _order(self, process: Process, step: str, count: float, until_s: float = 0.0) -> None:
+        process.order = step, 1 + int(20 * count**3), until_s
         life = process.life
-        self._time.after(
-            _ORDER_S, lambda: process.order is not None and life == process.life and process.die()
-        )
+
+        def late() -> None:
+            if life == process.life and process.order is not None and process.order[2] == until_s:
+                process.order = None
+                if not until_s:
+                    process.die()
+
+        self._time.after(_ORDER_S, late)
 
 
 def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:

@@ -2,14 +2,12 @@
 
 A line `# STEP name` marks a point of a protocol between two stores that matter. To Python and to
 Numba it is a comment: no byte of code comes of it. A process that calls `install()` before it
-imports zapex compiles these lines as calls instead, in kernels too (which are cached apart), and
-every passage then looks at the process's orders: at the n-th passage of a step, send yourself this
-signal.
+imports zapex compiles these lines as calls instead, in kernels too (which are cached apart). It may
+order that something be done at the n-th passage of a step.
 """
 
 import ctypes
 import hashlib
-import os
 import re
 import shutil
 import sys
@@ -23,10 +21,6 @@ from typing import Any, ClassVar
 
 PACKAGE = Path(__file__).parents[2] / "zapex"
 MARKER = re.compile(r"^(?P<indent> *)# STEP (?P<name>[a-z-]+)$", re.M)
-
-# A process's words.
-ORDER, COUNT, SIGNAL, LAST, LAST_NS = range(5)
-WORDS = 16
 
 
 def markers() -> dict[str, list[str]]:
@@ -43,46 +37,35 @@ def markers() -> dict[str, list[str]]:
 STEPS: list[str] = sorted({name for names in markers().values() for name in names})
 """A step's number is its place here."""
 
-_orders: Any = memoryview(bytearray(8 * WORDS)).cast("q")
+
+class _Order:
+    """Of this process. step: its number, 0: there is no order; left: passages until it is met."""
+
+    step = left = 0
+    act: Callable[[], object]
 
 
-def _signal(words: Any) -> None:
-    os.kill(os.getpid(), words[SIGNAL])
+_order = _Order()
 
 
-_act: Callable[[Any], object] = _signal
+def order(step: str, count: int, act: Callable[[], object]) -> None:
+    """Call `act` at the `count`-th passage of `step` from now on."""
+    _order.step, _order.left, _order.act = 1 + STEPS.index(step), count, act
 
 
-def obey(words: Any, act: Callable[[Any], object] = _signal) -> None:
-    """From now on this process looks at these orders: a writable memoryview of WORDS int64.
-
-    act: called with them where the order is met, in place of the signal.
-    """
-    global _orders, _act
-    _orders, _act = words, act
-
-
-def order(words: Any, step: str, count: int, signal: int) -> None:
-    """At the `count`-th passage of `step` from now on the process sends itself `signal`."""
-    words[COUNT], words[SIGNAL] = count, signal
-    words[ORDER] = 1 + STEPS.index(step)  # last: until then there is no order
-
-
-def withdraw(words: Any) -> None:
-    """No order any more."""
-    words[ORDER] = 0
+def withdraw() -> int:
+    """No order any more. Returns how many passages were left."""
+    _order.step = 0
+    return _order.left
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int64)
-def _passed(number: int) -> None:
-    words = _orders
-    if words[ORDER] == number:
-        words[COUNT] -= 1
-        if words[COUNT] <= 0:
-            words[ORDER] = 0
-            words[LAST_NS] = time.monotonic_ns()
-            words[LAST] = number
-            _act(words)
+def _passed(step: int) -> None:
+    if step == _order.step:
+        _order.left -= 1
+        if _order.left <= 0:
+            _order.step = 0
+            _order.act()
 
 
 def _make_step() -> Any:
