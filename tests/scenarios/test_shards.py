@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.parts import (
-    MOST_IN_A_CHUNK,
     Cluster,
     Part,
     cluster_in,
     free_port,
-    host_of,
     memory_of,
     settled,
 )  # fmt: skip
@@ -66,46 +64,6 @@ def shards(tmp_path: Path) -> Iterator[Shards]:
 
 def inserted(part: Part) -> int:
     return int(part.snapshot()["replay"].get("inserted", 0))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_shard_takes_its_own_memory_and_nothing_else_with_it(shards: Shards) -> None:
-    first, second = shards.replays
-    shards.learner.wait_for(lambda: shards.counts()["batches"] > 0, "a batch")
-    second.wait_for(lambda: inserted(second) > 0, "transitions at shard 1")
-    shards.goes_on("its start")
-    kept, dead = memory_of(first, shards.urls[0]), host_of(second, shards.urls[1])
-    settled(kept)
-
-    second.children()
-    second.popen.kill()
-    second.popen.wait(10)
-    shards.learner.wait_to_say("of the batches are drawn from the others until it answers")
-    shards.actors.wait_to_say("its actors go to the others")
-    shards.goes_on("the death of shard 1")
-    settled(kept)
-
-    second = shards.replay(1)
-    shards.actors.wait_to_say("its actors go back to it")
-    second.wait_for(lambda: inserted(second) > 0, "transitions at shard 1")
-    shards.learner.wait_to_say("shard 1 answers again, with")
-    shards.goes_on("the return of shard 1")
-
-    assert shards.learner.ends(GRACE_S, signal.SIGINT) in (0, 130)
-    assert shards.actors.ends(GRACE_S, signal.SIGINT) in (0, 130)
-    relay = shards.actors.snapshot()["relay"]
-    for part in (first, second):
-        assert part.ends(GRACE_S, signal.SIGINT) in (0, 130)
-    # What was acknowledged is in shard 0, in shard 1, or was in the memory that is gone.
-    gone = int(dead.metrics("replay").snapshot(alive=False)["inserted"])
-    last = 32 * MOST_IN_A_CHUNK  # of its last duty cycle, which it did not count any more
-    assert gone > 0
-    assert 0 < relay["transitions"] <= inserted(first) + inserted(second) + gone + last
-    for part in shards.cluster.parts:
-        if part is not shards.replays[1]:
-            assert part.is_gone()
-            assert "Traceback" not in part.output + part.logs()
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from zapex.cli.flags import read_settings
 from zapex.config.settings import Config
 from zapex.envs.environments import check
 from zapex.run.run import Membership, Run
-from zapex.shm_transport import HostMemory
 from zapex.watch import recorders
 
 ROOT = Path(__file__).parents[2]
@@ -209,19 +208,14 @@ class Cluster:
 
 
 def memory_of(replay: Part, url: str) -> ChunkAudit:
-    """What looks into the memory of the replay's parent."""
-    return ChunkAudit(host_of(replay, url).store())
-
-
-def host_of(replay: Part, url: str) -> HostMemory:
-    """The memory of the replay's parent; it stays readable when that has ended."""
+    """What looks into the memory of the replay's parent; it stays readable when that has ended."""
     replay.wait_to_say("listening at")
     settings = read_settings(str(replay.run / "config.toml"))
     config = Config().replace(**settings)
     run = Run(config, check(config.env.env), replay.run, membership=Membership("replay", url))
     host = attach(replay.popen.pid, run)
     assert host is not None
-    return host
+    return ChunkAudit(host.store())
 
 
 def settled(audit: ChunkAudit) -> None:
