@@ -22,7 +22,7 @@ from tests.support.transport_rigs import (
 )
 from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.keys import by_shard, without_shard
-from zapex.chunks.layout import COMMITTED, STATE, BatchLayout
+from zapex.chunks.layout import STATE, BatchLayout
 from zapex.host.metrics import RoleMetrics
 from zapex.host.roster import Routes
 from zapex.net.sample_source import ZmqSampleSource
@@ -82,32 +82,23 @@ class ShardedRelay(Relay):
 
     def __init__(self, shards: Shards, clock: Clock) -> None:
         self.shards, self.clock, self.said = shards, clock, list[str]()
-        self.routes = aligned_zeros(Routes.required_bytes(ACTORS))
         super().__init__(LAYOUT, "", host=1, actors=ACTORS)
 
     def connect(self, url: str) -> None:
-        self.life += 1
-        self.links = [
-            make_link(url, "relay", self.host, LAYOUT, actors=ACTORS, incarnation=self.life,
-                      clock_s=self.clock)
+        links = [
+            make_link(url, "relay", self.host, LAYOUT, actors=ACTORS, clock_s=self.clock)
             for url in self.shards.urls
-        ]  # fmt: skip
-        routes = Routes(self.routes, ACTORS)
+        ]
+        routes = Routes(aligned_zeros(Routes.required_bytes(ACTORS)), ACTORS)
         self.sender: Any = ShardedChunkSender(
-            self.links, self.store, routes, range(ACTORS), self.said.append, self.clock
+            links, self.store, routes, range(ACTORS), self.said.append, self.clock
         )
-        rows = self.store.header_rows
-        self.sender.offer(np.flatnonzero(rows[:, STATE] == COMMITTED))
 
     def turn(self) -> None:
         self.sender.do_work()
         for slot in self.sender.take_freed():
             self.store.header_rows[slot, STATE] = 0
             self.free.append(slot)
-
-    def kill(self) -> None:
-        for link in self.links:
-            link.close()
 
 
 class World:
@@ -164,32 +155,6 @@ def test_preferences_spread_actors_evenly() -> None:
     assert min(second.values()) > 15
 
 
-def test_every_chunk_is_at_the_shard_of_its_actor_once(world: World) -> None:
-    world.play(60)
-    held = world.held()
-    for shard, of_one in enumerate(held):
-        assert {who[0] % 2 for who in of_one} == {shard}
-        assert set(of_one.values()) == {1}
-    assert held[0].keys() | held[1].keys() == world.relay.offered
-
-
-def test_a_relay_that_is_started_again_doubles_nothing(world: World) -> None:
-    for _ in range(3):
-        world.play(10)
-        for actor in range(ACTORS):  # sent perhaps, and not acknowledged
-            world.relay.make(actor)
-        for _ in range(5):
-            world.relay.turn()
-        world.relay.kill()
-        for _ in range(20):
-            world.shards.turn()
-        world.relay.connect("")
-    world.play(10)
-    held = world.held()
-    assert (held[0] | held[1]).keys() == world.relay.offered
-    assert set((held[0] + held[1]).values()) == {1}
-
-
 def test_actors_leave_a_lost_shard_and_return(world: World) -> None:
     world.play(20)
     before = world.held()[1]
@@ -211,30 +176,6 @@ def test_actors_leave_a_lost_shard_and_return(world: World) -> None:
     world.play(20)
     held = world.held()
     assert held[1].keys() > before.keys()
-    assert (held[0] | held[1]).keys() == world.relay.offered
-    assert set((held[0] + held[1]).values()) == {1}
-
-
-def test_a_shard_with_a_new_memory_gets_only_newer_chunks(world: World) -> None:
-    world.play(20)
-    gone = set(world.held()[1])
-    world.shards.stop(1, empty=True)
-    for actor in range(ACTORS):
-        world.relay.make(actor)
-    world.shards.start(1)
-    world.play(20)
-    held = world.held()
-    assert (held[0] | held[1]).keys() == world.relay.offered - gone
-    assert set((held[0] + held[1]).values()) == {1}
-
-
-def test_a_restarted_actor_keeps_its_shard(world: World) -> None:
-    world.play(8)
-    for actor in range(ACTORS):
-        world.relay.incarnation[actor] += 1
-        world.relay.next[actor] = 0
-    world.play(8)
-    held = world.held()
     assert (held[0] | held[1]).keys() == world.relay.offered
     assert set((held[0] + held[1]).values()) == {1}
 
@@ -299,23 +240,6 @@ def test_a_batch_is_of_both_shards_by_their_totals(world: World) -> None:
     assert abs(counts[0] / (30 * BATCH) - share) < 1 / BATCH
     assert learning.source.outstanding == 3
     assert not learning.said
-
-
-def test_priorities_reach_the_shard_of_each_key(world: World) -> None:
-    learning = of_both_shards(world)
-    learning.source.request()
-    batch = learning.poll()
-    assert learning.source.update(batch.keys, np.full(BATCH, 77.0, np.float32))
-    servers = [s for s in world.shards.servers if s is not None]
-    applied = {s: len(set(batch.keys[rows].tolist())) for s, rows in by_shard(batch.keys).items()}
-
-    def done() -> bool:
-        learning.source.ready()
-        wanted = (77.0 + 1e-6) ** 0.6
-        found = [int(np.isclose(s.replay.tree.leaves, wanted).sum()) for s in servers]
-        return {s: n for s, n in enumerate(found) if n} == applied
-
-    until(done, world.turn, "the priorities")
 
 
 def test_a_silent_shard_loses_its_share_after_the_deadline(world: World) -> None:

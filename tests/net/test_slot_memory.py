@@ -125,9 +125,8 @@ class Client:
         until(gone, self.server.turn)
 
 
-def served(url: str = "", memory: Memory | None = None, **more: Any) -> NetworkReplay:
-    url = url or url_of(Served.scheme, Path())
-    return NetworkReplay(memory or Memory(layout_of(400, STREAMS), 1), url, **more)
+def served(url: str = "") -> NetworkReplay:
+    return NetworkReplay(Memory(layout_of(400, STREAMS), 1), url or url_of(Served.scheme, Path()))
 
 
 def write_part(client: Client, data: bytes, least: int = 1) -> None:
@@ -312,24 +311,6 @@ def test_a_replaced_host_cannot_write_into_reassigned_slots() -> None:
     new = Client(server, host=2)
     new.until(lambda: server.source.credit_bytes(0) and old.is_closed())
     take_all(new, pushes, 0, accounts)
-
-
-def test_a_replay_that_restarts_within_a_body_finds_its_slot_free() -> None:
-    pushes, accounts = Pushes(), Accounts()
-    memory = Memory(layout_of(400, STREAMS), 1)
-    server = accounts.watch(served(memory=memory))
-    client = Client(server)
-    client.until(lambda: server.source.credit_bytes(0))
-    data = client.bytes_of(pushes(0, rows=8))
-    for cut in (70, CUT, len(data) - 1):
-        write_part(client, data[:cut])
-        server.close()  # what it had in its own memory is lost
-        server = accounts.watch(served(memory=memory))
-        assert len(server.replay) == 0
-        client = Client(server)
-        credit = server.source.credit_bytes
-        client.until(lambda credit=credit: credit(0))
-    take_all(client, pushes, 0, accounts)
 
 
 def _messages(pushes: Pushes) -> Iterable[list[Buffer]]:
