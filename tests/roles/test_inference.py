@@ -101,12 +101,3 @@ def test_parameters_are_pulled_every_few_answers() -> None:
         desk.role.do_work()
         pulled.append((desk.asks[0].take() or (0, 0))[1])
     assert pulled == [1] * 4 + [5] * 4 + [9] * 4
-
-
-def test_new_incarnation_answers_open_requests() -> None:
-    desk = Desk()
-    desk.parameters.version = 1
-    desk.ask(0)
-    desk.start()
-    assert desk.role.do_work() == STREAMS
-    assert desk.asks[0].answered()

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.layout import COMMITTED, COUNT, FREE, GRANTED, INCARNATION, LIVE, SEQUENCE, STATE
 from zapex.chunks.schema import Column, Schema
-from zapex.chunks.store import set_state_kernel
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.intake import Intake
@@ -88,12 +87,9 @@ class Rig:
         self.source.changes.append(Incarnation(actor, incarnation))
         self.intake.do_work(0, 0)
 
-    def write(self, slot: int, count: int = CHUNK, sequence: int = 0, incarnation: int = 1) -> None:
+    def write(self, slot: int, count: int = CHUNK, sequence: int = 0) -> None:
         """What an actor does to a slot before it hands it over."""
-        row = self.rows[slot]
-        row[COUNT], row[SEQUENCE], row[INCARNATION], row[STATE] = (
-            count, sequence, incarnation, COMMITTED,
-        )  # fmt: skip
+        self.rows[slot, [COUNT, SEQUENCE, INCARNATION, STATE]] = count, sequence, 1, COMMITTED
 
     def hand_over(self, *slots: int, actor: int = 0, issued: int = 0, released: int = 0) -> int:
         self.source.handed_over[actor].extend(slots)
@@ -172,36 +168,6 @@ def test_impossible_count_is_refused_and_frees_the_slot(count: int) -> None:
     assert rig.replay.ledger.free == free + 1 - STREAMS
 
 
-def test_dead_actors_whole_chunks_are_kept_in_order() -> None:
-    rig = Rig()
-    rig.live(0, 1)
-    slots = rig.source.grants[0][0][1]
-    rig.write(slots[0], sequence=5)
-    rig.hand_over(slots[0])  # brings a second grant
-    second = rig.source.grants[0][1][1]
-    rig.write(second[1], count=2, sequence=6)
-    rig.write(slots[1], count=3, sequence=7)  # both whole, neither handed over
-    rig.live(0, 0)
-    assert len(rig.replay) == CHUNK + 2 + 3
-    assert rig.replay.ledger.live == [slots[0], second[1], slots[1]]
-    assert rig.replay.ledger.counts["granted"] == 0
-    assert rig.intake.limiter.outstanding == 0
-
-
-def test_new_incarnation_inherits_no_slots() -> None:
-    rig = Rig()
-    rig.live(0, 1)
-    former = rig.source.grants[0][0][1]
-    rig.live(0, 2)
-    incarnation, slots = rig.source.grants[0][1]
-    assert incarnation == 2
-    assert (rig.rows[slots, INCARNATION] == 2).all()
-    assert rig.replay.ledger.counts["granted"] == STREAMS
-    rig.write(former[0])
-    rig.hand_over(*(set(former) - set(slots)))
-    assert len(rig.replay) == 0
-
-
 def test_full_link_gets_no_grant() -> None:
     rig = Rig()
     rig.source.full = True
@@ -211,19 +177,6 @@ def test_full_link_gets_no_grant() -> None:
     rig.source.full = False
     rig.intake.do_work(0, 0)
     assert len(rig.source.grants[0]) == 1
-
-
-def test_limiter_is_charged_at_the_grant_and_refunded() -> None:
-    rig = Rig(samples_per_insert=1.0, tolerance=STREAMS * CHUNK + 1)
-    rig.live(0, 1)
-    slots = rig.source.grants[0][0][1]
-    rig.write(slots[0], count=1)  # opens the limiter: one slot is still out
-    rig.hand_over(slots[0])
-    assert rig.intake.limiter.owed == CHUNK, "for the slot that is out"
-    assert rig.intake.waiting == {0}
-    rig.write(slots[1], count=1)
-    rig.hand_over(slots[1])
-    assert rig.intake.limiter.owed == 1 + STREAMS * CHUNK, "refunded, so the next grant fits"
 
 
 def test_evicted_slots_stay_quarantined_until_release() -> None:
@@ -244,52 +197,6 @@ def test_evicted_slots_stay_quarantined_until_release() -> None:
     assert rig.replay.ledger.counts["quarantined"] == 0
 
 
-def test_death_during_eviction_leaves_no_evicted_row_drawable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
-    rig.live(0, 1)
-    for sequence in range(CAPACITY // CHUNK):
-        slot = rig.source.grants[0][sequence // STREAMS][1][sequence % STREAMS]
-        rig.write(slot, sequence=sequence)
-        rig.hand_over(slot)
-    for where in ("zapex.chunks.ledger.SlotLedger.evict", "zapex.replay.core.forget_kernel"):
-        with monkeypatch.context() as patch:
-
-            def die(*args: object) -> None:
-                raise KeyboardInterrupt
-
-            patch.setattr(where, die)
-            with pytest.raises(KeyboardInterrupt):
-                rig.replay.evict_oldest()
-        rig.attach()
-        leaves = rig.replay.tree[np.arange(rig.replay.tree.capacity)]
-        drawable = set((np.flatnonzero(leaves) // CHUNK).tolist())
-        assert drawable <= set(np.flatnonzero(rig.rows[:, STATE] == LIVE).tolist())
-
-
-def test_restarted_replay_recovers_chunks_and_grants() -> None:
-    rig = Rig()
-    rig.live(0, 1)
-    slots = rig.source.grants[0][0][1]
-    rig.write(slots[0])
-    rig.hand_over(slots[0])
-    rig.write(slots[1], count=2)  # whole; the former life never heard of it
-    out = rig.source.grants[0][1][1]
-    rig.attach()
-    assert len(rig.replay) == CHUNK + 2
-    assert rig.intake.inserted == 2
-    assert (rig.rows[slots, STATE] == LIVE).all()
-    assert rig.intake.granted == {0: set(out)}
-    assert rig.intake.limiter.outstanding == CHUNK * STREAMS
-    rig.live(0, 1)
-    assert rig.source.grants == [[]], "this life has its credit"
-    rig.write(out[0])
-    rig.hand_over(slots[1], out[0])  # the first was taken over already
-    assert rig.intake.refused == 1
-    assert len(rig.replay) == 2 * CHUNK + 2
-
-
 def test_restarted_replay_grants_only_to_living_actors() -> None:
     rig = Rig()
     rig.live(0, 1)
@@ -300,38 +207,6 @@ def test_restarted_replay_grants_only_to_living_actors() -> None:
     assert (rig.intake.inserted, rig.source.grants) == (CHUNK, [[]])
     rig.live(0, 1)
     assert len(rig.source.grants[0]) == 1
-
-
-@pytest.mark.parametrize("stored", [1, STREAMS])
-def test_grants_that_were_not_sent_are_free_after_a_restart(
-    stored: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(actors=2)
-    rig.live(0, 1)
-    states: list[int] = []
-
-    def die_at_last(headers: NDArray[np.int64], slot: int, state: int) -> None:
-        set_state_kernel(headers, slot, state)
-        states.append(state)
-        if len(states) == stored:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("zapex.chunks.ledger.set_state_kernel", die_at_last)
-        with pytest.raises(KeyboardInterrupt):
-            rig.live(1, 2)
-    assert states == [GRANTED] * stored
-    assert rig.source.grants[1] == [], "nobody has heard of them"
-    free = CAPACITY // CHUNK + 2 * 2 * STREAMS + 8 - STREAMS
-    rig.attach()
-    assert rig.replay.ledger.counts == {
-        "free": free, "granted": STREAMS, "live": 0, "quarantined": 0,
-    }  # fmt: skip
-    assert rig.intake.limiter.outstanding == CHUNK * STREAMS
-    rig.live(0, 1)
-    rig.live(1, 2)
-    assert [len(grants) for grants in rig.source.grants] == [0, 1]
-    assert rig.replay.ledger.counts["granted"] == 2 * STREAMS
 
 
 def test_slots_come_back_if_actor_and_replay_both_died() -> None:

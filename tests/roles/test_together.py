@@ -80,50 +80,6 @@ def test_systems_survive_random_deaths_with_correct_rows(
     assert system.rows_checked
 
 
-@pytest.mark.parametrize("samples_per_insert", [0.5, 4.0])
-def test_samples_per_insert_holds_over_a_long_run(samples_per_insert: float) -> None:
-    config = Config().replace(
-        actors=2, envs_per_actor=2, capacity=200, learning_starts=50, batch_size=8, hidden=8,
-        samples_per_insert=samples_per_insert, max_chunk_age_steps=9,
-    )  # fmt: skip
-    system = System(config, spec(1))
-    system.goes_on(batches=1, chunks=1)
-    sampled, inserted = system.count("learner", "samples"), system.intake.inserted
-    system.goes_on(batches=200, chunks=100)
-    sampled = system.count("learner", "samples") - sampled
-    inserted = system.intake.inserted - inserted
-    out = system.plan.replay.chunk * sum(len(held) for held in system.intake.granted.values())
-    slack = config.limiter_tolerance + samples_per_insert * out
-    assert abs(sampled - samples_per_insert * inserted) <= slack
-
-
-def test_actor_that_dies_constantly_blocks_no_other() -> None:
-    config = Config().replace(
-        actors=2, envs_per_actor=3, capacity=60, learning_starts=20, batch_size=4, hidden=8,
-        samples_per_insert=2.0,
-    )  # fmt: skip
-    system = System(config, spec(1))
-    for _ in range(100):
-        system.start_actor(1)  # the former life is gone, whatever it held
-        system.goes_on(batches=1, chunks=1)
-        system.check_slots()
-
-
-def test_slots_of_a_dead_actor_come_back_before_its_restart() -> None:
-    config = Config().replace(
-        actors=1, envs_per_actor=4, capacity=64, learning_starts=4, batch_size=4, hidden=8
-    )
-    system = System(config, spec(3))
-    system.goes_on(batches=1, chunks=2)
-    system.fuses[0].left = 1
-    while "actor 0" in system.roles:
-        system.calm_round()
-    system.calm_round()
-    assert system.replay.ledger.counts["granted"] == 0
-    assert system.limiter.outstanding == 0
-    system.check_slots()
-
-
 @pytest.mark.parametrize("fault", ["lost", "torn", "doubled", ""])
 def test_the_audit_of_a_memory_finds_each_fault(fault: str) -> None:
     config = Config().replace(
