@@ -197,13 +197,6 @@ class Checker:
         found: NDArray[np.bool_] = (keys >= 0) & live & (header[:, STATE] == LIVE)
         return found
 
-    def _priorities(self, memory: Memory, keys: Longs) -> NDArray[np.float64]:
-        """What the actors said of the rows of live keys."""
-        found: NDArray[np.float64] = self.truth.columns["priority"][
-            memory.rows[slots_and_rows(keys)]
-        ]
-        return found
-
     def _check_draw(self, replay: ReplayCore, memory: Memory, draw: Any) -> None:
         self.take(replay.store, memory)
         if memory.limiter.config.samples_per_insert and memory.limiter.owed < 0:
@@ -227,10 +220,11 @@ class Checker:
         self, replay: ReplayCore, memory: Memory, keys: Longs, values: NDArray[np.float64]
     ) -> None:
         live = self._live(replay, keys)
-        given = self._priorities(memory, keys[live])
+        rows = slots_and_rows(keys[live])
+        given = self.truth.columns["priority"][memory.rows[rows]]  # by the actors
         if (np.floor(4 * values[live]) / 4 != given).any():
             raise Violation(f"foreign: {memory.name}: {values[live]} for rows of {given}")
-        memory.leaves[slots_and_rows(keys[live])] = values[live]
+        memory.leaves[rows] = values[live]
         (number,) = set((values % 0.25 * 4 * _UPDATES).tolist())
         before, memory.update = memory.update, self._numbers[int(number)]
         who, at = memory.update
@@ -363,7 +357,7 @@ class Checker:
         self._numbers[number] = who, at
         return errors + np.float32(number / _UPDATES / 4)
 
-    def load(self, process: str, words: Longs) -> int:
+    def load(self, process: str, words: Longs) -> None:
         """Parameters that somebody loads are whole, and not older than its last."""
         version = int(words[0])
         if (words != version).any():
@@ -373,7 +367,6 @@ class Checker:
         if version < self.loaded.get(process, 0):
             raise Violation(f"back: {process} loads {version} after {self.loaded[process]}")
         self.loaded[process] = version
-        return version
 
     def settle(self) -> None:
         """The run is over, and nothing is under way."""

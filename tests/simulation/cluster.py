@@ -10,7 +10,7 @@ goes on for the others before the step's call returns.
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -157,12 +157,12 @@ class Process:
         self.title = f"{host.name}/{name}"
         self._in_memory = host.memory is not None and name in dict(host.memory.plan.roles)
 
-    def start(self, least_s: float = 0.05, most_s: float = 1.0) -> None:
+    def start(self) -> None:
         """A new life: its incarnation is announced, and then the role begins."""
         self.life += 1
         self.incarnation = max(self.host.wall_ns(), self.incarnation + 1)
         self._announce(self.incarnation)
-        self.time.soon(least_s, most_s, partial(self._begin, self.life))
+        self.time.soon(0.05, 1.0, partial(self._begin, self.life))
 
     def _announce(self, incarnation: int) -> None:
         if self._in_memory:
@@ -472,28 +472,21 @@ class Host:
     def make_learner(self, process: Process) -> Any:
         """With the replay on this machine."""
         memory = self.attach()
-        return self.learner(process, memory, memory.sample_source(), memory.mailbox())
+        return self.learner(memory, memory.sample_source(), memory.mailbox())
 
-    def learner(self, process: Process, memory: HostMemory, source: Any, sink: Any) -> Learner:
+    def learner(self, memory: HostMemory, source: Any, sink: Any) -> Learner:
         """A learner."""
         cluster = self.cluster
-        checker, shape = cluster.checker, cluster.shape
         cluster.learners += 1
-        beta = BETA if shape.shards < 2 else 0.0
-        dqn: Any = CheckingDqn(checker, cluster.learners, beta)
+        beta = BETA if cluster.shape.shards < 2 else 0.0
+        dqn: Any = CheckingDqn(cluster.checker, cluster.learners, beta)
+        no_checkpoints: Any = SimpleNamespace(due=lambda: False)
         return Learner(
             dqn, source, StampedSink(cluster, sink),
             [Batch.empty(BatchLayout(SCHEMA, cluster.shape.batch))],
-            memory.metrics("learner"), NoCheckpoints(), prefetch=PREFETCH, publish_period_s=0.5,
+            memory.metrics("learner"), no_checkpoints, prefetch=PREFETCH, publish_period_s=0.5,
             clock_s=cluster.clock_s,
         )  # fmt: skip
-
-
-class NoCheckpoints:
-    def due(self) -> bool:
-        return False
-
-    def save(self, dqn: Any, version: int) -> None: ...
 
 
 class Judge:
@@ -537,23 +530,6 @@ class StampedSink:
         if not self._cluster.net.ghost:
             self._cluster.checker.published = max(self._cluster.checker.published, version)
         self._sink.publish(version, np.full(PARAMETER_BYTES // 8, version, np.int64).view(np.uint8))
-
-
-@dataclass
-class Linked:
-    """A role, and what its process does besides."""
-
-    role: Any
-    chores: list[Callable[[], object]] = field(default_factory=list)
-
-    def do_work(self) -> int:
-        work = int(self.role.do_work())
-        for chore in self.chores:
-            chore()
-        return work
-
-    def ready(self) -> bool:
-        return bool(self.role.ready())
 
 
 class ReplayMachine(Host):
@@ -761,18 +737,20 @@ class LearnerMachine(Host):
         sink = ZmqParameterSink(link)
         StatsReader(link, memory)
         sender = StatsSender(link, {LEARNER: memory.metrics("learner")}, clock_s=cluster.clock_s)
-        linked = Linked(None)
+        role: list[Any] = []  # once the link is open
 
-        def wait() -> int:
-            work = link.do_work()
-            if link.is_open:
-                both = BothSinks(memory.mailbox(), sink)
-                linked.role = self.learner(process, memory, source, both)
-                linked.chores = [*(one.do_work for one in links), sender.do_work]
+        def do_work() -> int:
+            work = int((role or links)[0].do_work())
+            if link.is_open and not role:
+                role.append(self.learner(memory, source, BothSinks(memory.mailbox(), sink)))
+            for chore in (*links, sender) if role else ():
+                chore.do_work()
             return work
 
-        linked.role = SimpleNamespace(do_work=wait, ready=link.ready)
-        return linked
+        def ready() -> bool:
+            return bool((role or links)[0].ready())
+
+        return SimpleNamespace(do_work=do_work, ready=ready)
 
 
 class Cluster:
