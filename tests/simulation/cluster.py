@@ -577,7 +577,6 @@ class ReplayMachine(Host):
             plan.replay, alpha=1.0, eps=0.0, seed=process.life, buffer=memory.experience,
             shard=0,
         )  # fmt: skip
-        replay.warn = cluster.tell  # a small memory is meant to be full early
         assert self.known is not None
         cluster.checker.watch(replay, self.known, lambda: cluster.net.ghost)
         sink: Any
@@ -608,9 +607,11 @@ class ReplayMachine(Host):
         intake = Intake(source, replay, shape.limiter(), streams_per_actor=STREAMS)
         known = self.known
         known.limiter, known.began = intake.limiter, len(replay)
-        return ReplayServer(
+        role = ReplayServer(
             replay, intake, source, sink, memory.metrics("replay"), method="stratified"
         )
+        replay.warn = cluster.tell  # a small memory is meant to be full early
+        return role
 
     def _look(self, process: Process) -> None:
         if process.name != "replay":
