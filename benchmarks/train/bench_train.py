@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks.support.harness import arguments, joined, median, p10_p90, write_json
 from benchmarks.train.whole_run import SETTLE_S, START_S, Look, TrainRun, rates
-from zapex.envs import environments
 
 _FULL = 0.95  # of the capacity: slots that are being written or in quarantine hold nothing
 _FILL_S = 1800.0
@@ -43,10 +42,9 @@ _QUICK = {
 def speed(options: Namespace, more: Sequence[str]) -> dict[str, Any]:
     """Medians over windows of a run whose memory is full."""
     settle_s, seconds = (0.5, 3.0) if options.quick else (SETTLE_S, 60 * options.minutes)
-    spec = environments.check(options.env or "ALE/Breakout-v5")
-    with TrainRun(spec, [*more, "--max-frames", "0"]) as run:
+    with TrainRun(options.env, [*more, "--max-frames", "0"]) as run:
         run.wait_until(lambda: run.count("learner", "batches") >= 20, START_S)
-        capacity = run.config.replay.capacity
+        capacity = run.inside.config.replay.capacity
         full = 0 if options.quick else _FULL * capacity
         run.wait_until(lambda: run.count("replay", "live") >= full, _FILL_S)
         time.sleep(settle_s)
@@ -54,10 +52,10 @@ def speed(options: Namespace, more: Sequence[str]) -> dict[str, Any]:
         for _ in range(options.rounds):
             time.sleep(seconds / options.rounds)
             looks.append(run.look())
-        batch_size = run.config.learner.batch_size
+        batch_size = run.inside.config.learner.batch_size
     windows = [_window(*two) for two in itertools.pairwise(looks)]
     found: dict[str, Any] = {
-        "environment": spec.env_id,
+        "environment": options.env,
         "cores": len(os.sched_getaffinity(0)),
         "batch_size": batch_size,
         "capacity": capacity,
@@ -91,8 +89,7 @@ def cartpole(options: Namespace, more: Sequence[str]) -> dict[str, Any]:
 def _solve(seed: int, more: Sequence[str]) -> dict[str, Any]:
     """mean, steps, at_s: of the first evaluation that reached the return, or of the last one."""
     demo = ["--stop-at-return", str(_SOLVED), "--eval-episodes", "100", "--max-minutes", "5"]
-    spec = environments.check("CartPole-v1")
-    with TrainRun(spec, [*demo, "--seed", str(seed), *more]) as run:
+    with TrainRun("CartPole-v1", [*demo, "--seed", str(seed), *more]) as run:
         run.process.wait(6 * 60)
         command_s = time.monotonic() - run.began_s
         if run.process.returncode:
@@ -114,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """How fast a whole training run is."""
     parser = arguments(main.__doc__ or "")
     parser.add_argument("measurement", choices=("speed", "cartpole"))
-    parser.add_argument("--env", default="", help="another environment for speed")
+    parser.add_argument("--env", default="ALE/Breakout-v5", help="another environment for speed")
     parser.add_argument("--minutes", type=float, default=10.0, help="of speed's windows together")
     parser.add_argument("--rounds", type=int, default=5, help="windows, or seeds")
     parser.add_argument("--train", nargs="...", default=[], help="flags of `zapex train`")

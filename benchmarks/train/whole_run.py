@@ -22,7 +22,7 @@ import psutil
 from benchmarks.support.machine import ROOT
 from zapex.cli.flags import read_settings
 from zapex.config.settings import Config
-from zapex.envs.environments import EnvironmentSpec
+from zapex.envs import environments
 from zapex.errors import SharedMemoryError
 from zapex.host.metrics import RoleMetrics
 from zapex.run.run import Run
@@ -54,21 +54,21 @@ def zapex_command() -> list[str]:
 class TrainRun:
     """`zapex train --plain ARGUMENTS` in a fresh run directory; left, it is ended and removed.
 
-    began_s: `time.monotonic()` at the command. environment: variables that differ from ours.
+    environment: variables that differ from ours. began_s: `time.monotonic()` at the command.
+    inside: what runs, once `blocks` has found its memory.
     """
 
     def __init__(
         self,
-        spec: EnvironmentSpec,
+        env: str,
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._spec = spec
         self._directory = tempfile.TemporaryDirectory(prefix="zapex-bench-")
         self.path = Path(self._directory.name) / "run"
         self._log = Path(self._directory.name) / "log"
         self._blocks: dict[str, RoleMetrics] = {}
-        command = [*zapex_command(), "train", "--env", spec.env_id, "--plain"]
+        command = [*zapex_command(), "train", "--env", env, "--plain"]
         with self._log.open("wb") as log:
             self.began_s = time.monotonic()
             self.process = subprocess.Popen(
@@ -119,11 +119,15 @@ class TrainRun:
             with held[0].open("r+b") as file:
                 mapping = mmap.mmap(file.fileno(), 0)
             settings = read_settings(str(self.path / "config.toml"))
-            plan = Run(Config().replace(**settings), self._spec, self.path).plan
+            config = Config().replace(**settings)
+            played = config.env
+            spec = environments.check(played.env, played.env_kwargs, played.wrapper)
+            inside = Run(config, spec, self.path)
+            plan = inside.plan
             control = np.frombuffer(mapping, np.uint8)
             host = HostMemory(plan, control, np.empty(0, np.uint8), [])
             self._blocks = {name: host.metrics(name) for name, _ in plan.roles}
-            self.config = Config().replace(**settings)
+            self.inside = inside
         except (OSError, ValueError, SharedMemoryError):
             return  # it is only just being made; the next look will see it
 

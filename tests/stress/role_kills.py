@@ -33,8 +33,6 @@ from tests.stress.marked_env import check_row, game_of
 from tests.support.audit import ChunkAudit, attach
 from tests.support.fake_system import Moment
 from zapex.chunks.layout import COUNT, LIVE, STATE
-from zapex.envs import environments
-from zapex.run.run import Run
 
 ENV = "tests.stress.marked_env:marked"
 RUN = (
@@ -59,7 +57,7 @@ class Auditor(ChunkAudit):
 
     def __init__(self, run: TrainRun, env: str) -> None:
         run.blocks()
-        self.run = Run(run.config, environments.check(env), run.path)
+        self.run = run.inside
         self.contents = env == ENV
         host = attach(run.process.pid, self.run)
         assert host is not None
@@ -197,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     env, flags = (ATARI_ENV, ATARI) if options.atari else (ENV, RUN)
     if options.central:
         flags += " --inference central --inference-device cpu"
-    with TrainRun(environments.check(env), flags.split(), {"PYTHONPATH": str(Path.cwd())}) as run:
+    with TrainRun(env, flags.split(), {"PYTHONPATH": str(Path.cwd())}) as run:
         run.wait_until(lambda: run.count("learner", "batches") > 0, START_S)
         auditor = Auditor(run, env)
         nemesis = Nemesis(run, auditor, options.seed)
