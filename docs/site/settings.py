@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zapex.cli.flags import flags_of, texts_of, usage_of
+from zapex.config.fields import shown
 from zapex.config.presets import TABLE
 from zapex.config.settings import FIELDS, SECTIONS, Config
 
@@ -40,7 +41,7 @@ def page() -> str:
             local = " *" if metadata.get("local") or metadata.get("replays") else ""
             flag = usage_of(name, types).replace("|", "\\|")
             default = getattr(getattr(Config(), section), name)
-            values = [_shown(default), *(_value(preset, name, default) for preset in _PRESETS)]
+            values = [_cell(default), *(_value(preset, name, default) for preset in _PRESETS)]
             text = texts[name].replace("|", "\\|")
             lines.append(f"| `{flag}`{local} | {text} | {' | '.join(values)} |")
         lines.append("")
@@ -50,24 +51,19 @@ def page() -> str:
 def _value(preset: str, name: str, default: Any) -> str:
     """A preset's value for images, and for vectors where that is another one."""
     if name == "preset":
-        return _shown(preset)
+        return _cell(preset)
     images, vectors = (
         "by machine"
         if callable(value := TABLE[preset, kind].get(name, (default,))[0])
-        else _shown(value)
+        else _cell(value)
         for kind in ("image", "vector")
     )
     return images if images == vectors else f"{images}; {vectors}"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return f"`{value}`" if value else ""
+def _cell(value: Any) -> str:
+    text = shown(value)
+    return text if isinstance(value, (bool, int, float)) or not text else f"`{text}`"
 
 
 if __name__ == "__main__":

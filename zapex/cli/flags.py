@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from zapex.config.fields import flag_of, parse_count
+from zapex.config.fields import flag_of, parse_count, shown
 from zapex.config.settings import FIELDS, Config, flatten, merged
 from zapex.config.words import did_you_mean
 from zapex.errors import ConfigError
@@ -188,7 +188,8 @@ def show_help(
     for heading, names in groups.items():
         print("", f"{heading}:", sep="\n")
         for name in names:
-            value = _shown(values.get(name))
+            value = values.get(name)
+            value = "" if value is False else shown(value)
             text = texts[name] + (f" [{value}]" if value else "")
             left = f"  {usage_of(name, known[name])} "
             if len(left) > _COLUMN:
@@ -219,15 +220,6 @@ def usage_of(name: str, kinds: tuple[Any, ...]) -> str:
         return flag_of(f"[no_]{name}" if name in FIELDS else name)
     choices = "|".join(kind for kind in kinds if isinstance(kind, str))
     return f"{flag_of(name)} {choices or _METAVARS[kinds[0]]}"
-
-
-def _shown(value: Any) -> str:
-    """A flag's value as the help shows it."""
-    if isinstance(value, bool):
-        return "on" if value else ""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return f"{value:,}" if isinstance(value, int) else str(value or "")
 
 
 def key_values(args: list[str]) -> dict[str, Any]:

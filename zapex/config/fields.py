@@ -131,6 +131,17 @@ def parse_count(text: str) -> int:
     raise ConfigError(f"a count must be a whole number like 5000, 200k, 2e5 or 10M, got {text!r}")
 
 
+def shown(value: Any) -> str:
+    """A setting's value as a reader sees it, and could type it; "" if there is none."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (int, float)):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={toml_value(one, key)}" for key, one in value.items())
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+
+
 def toml_value(value: Any, name: str) -> str:
     """One value as TOML. Raises ConfigError if TOML cannot express it."""
     if isinstance(value, str):

@@ -10,7 +10,7 @@ print(explain(layers.chosen))
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from zapex.config.fields import flag_of
+from zapex.config.fields import flag_of, shown
 from zapex.config.settings import FIELDS, Config, merged
 
 
@@ -58,10 +58,6 @@ class Layers:
 
 def explain(chosen: Mapping[str, Choice]) -> str:
     """Settings as the lines of a table: flag, value, reason."""
-    rows = [(flag_of(name), _shown(value), reason) for name, (value, reason) in chosen.items()]
+    rows = [(flag_of(name), shown(value), reason) for name, (value, reason) in chosen.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
