@@ -34,7 +34,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from benchmarks.support.harness import arguments, evidence, put_json
+from benchmarks.support.harness import FIRST_PRESET, arguments, evidence, put_json
 from benchmarks.support.machine import RESULTS, ROOT, Watch
 from zapex.envs.scores import RANDOM_AND_HUMAN, human_share
 from zapex.watch.curves import interquartile
@@ -45,15 +45,21 @@ REPORTED = ("Breakout", "Pong", "SpaceInvaders", "Qbert", "MsPacman", "BeamRider
 ALL = tuple(name.title().replace("_", "") for name in RANDOM_AND_HUMAN)
 VARIANTS = {
     "preset": "",
+    "first preset": FIRST_PRESET,
+    "84x84": "--env-kwargs img_height=84 img_width=84",
+    "mean": "--quantiles 0",
+    "own trunk": "--no-share-trunk",
     "uniform": "--alpha 0",
+    "alpha 0.2": "--alpha 0.2",
     "n-step 1": "--n-step 1",
     "maximum first": "--initial-priority max",
-    "alpha 0.2": "--alpha 0.2",
-    "LAP": "--priority-floor 1 --loss huber --beta 0",
+    "LAP": "--quantiles 0 --priority-floor 1 --beta 0",
     "recency": "--recency 3",
     "cut": "--cut-exploratory",
-    "quantiles": "--quantiles 32",
-    "shared trunk": "--share-trunk",
+    "alpha 0.2 + cut": "--alpha 0.2 --cut-exploratory",
+    "84x84 + alpha 0.2 + cut": (
+        "--alpha 0.2 --cut-exploratory --env-kwargs img_height=84 img_width=84"
+    ),
     "adam-rel": "--optimiser adam-rel",
 }
 """Flags of `zapex train` by name; others are given as NAME=FLAGS."""
@@ -129,6 +135,7 @@ def _ours(run: Run, directory: Path, options: Namespace) -> dict[str, Any]:
     thinned = [*lines[:: max(1, len(lines) // _POINTS)], *lines[-1:]]
     return {
         "curve": [[line["wall_s"], line["frames"], line.get(_RETURN)] for line in thinned],
+        "batches": lines[-1]["learner/batches"],
         "final_returns": json.loads(out.read_text())["returns"],
     }
 

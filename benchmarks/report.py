@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import learning
 from benchmarks.support.machine import RESULTS, ROOT
+from zapex.envs.scores import human_share
 
 Row = Sequence[str | None]
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
@@ -100,6 +101,28 @@ def variants() -> Iterator[Row]:
         frames = f"{one['frames'] / 1e6:.1f}"
         halfway, there = (f"{one[f'return_{when}']:.1f}" for when in ("halfway", "there"))
         yield text, interval(one), frames, halfway, there
+
+
+def tuning() -> Iterator[Row]:
+    """Human-normalised scores on the tuning games: the last network's, and in training."""
+    scores = {
+        (one["env"], one["variant"]): one
+        for one in load("learning")["scores"].values() if one["minutes"] == 10
+    }  # fmt: skip
+    envs = [f"ALE/{game}-v5" for game in learning.TUNING]
+    yield "", "batches/s", *learning.TUNING
+    variants = {variant for _, variant in scores}
+    for variant in sorted(variants, key=lambda one: (not one.endswith("preset"), one)):
+        cells = []
+        for env in envs:
+            one = scores.get((env, variant))
+            last, there = (one and human_share(env, one[w]) for w in ("p50", "return_there"))
+            cells.append(f"{last:.2f}; {there:.2f}" if one else "")
+        rates = [
+            run["batches"] / run["curve"][-1][0] for run in of("learning").values()
+            if run["variant"] == variant and run["env"] in envs
+        ]  # fmt: skip
+        yield variant, f"{np.median(rates):.1f}", *cells
 
 
 def learners() -> Iterator[Row]:
@@ -335,8 +358,8 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, variants, learners, gpu, replay, tree, scale, crowds, clients, host, hosts,
-        cluster, survives, files,
+        training, tuning, variants, learners, gpu, replay, tree, scale, crowds, clients, host,
+        hosts, cluster, survives, files,
     )
 }  # fmt: skip
 
@@ -392,7 +415,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 page.write_text(new)
     if not options.check:
         sumtree(of("sumtree")["sweep"]).savefig(RESULTS / "sumtree.png", dpi=120)
-        learning.plot(of("learning")).savefig(RESULTS / "learning.png", dpi=120)
+        for name, tuned in (("learning", False), ("learning_tuning", True)):
+            runs = {
+                name: run for name, run in of("learning").items()
+                if (run["env"][4:-3] in learning.TUNING) == tuned
+            }  # fmt: skip
+            learning.plot(runs).savefig(RESULTS / f"{name}.png", dpi=120)
     return int(options.check and changed)
 
 

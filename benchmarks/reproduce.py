@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.report import load
+from benchmarks.support.harness import FIRST_PRESET
 from benchmarks.support.machine import ROOT
 
 Figure = Callable[[Any], float]
@@ -129,7 +130,7 @@ MEASUREMENTS = (
          Headline("`sample(512)` over tcp: {:.1f} ms", row("tcp", "sample"), False)),
     ),
     Measurement(
-        "train_speed", "zapex bench train speed --minutes 5", 12,
+        "train_speed", f"zapex bench train speed --minutes 5 --train {FIRST_PRESET}", 12,
         (Headline("`zapex train` on Breakout: {:,.0f} frames/s",
                   lambda whole: whole["results"]["rates_per_s"]["frames"], False),),
     ),

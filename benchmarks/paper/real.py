@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.paper.baseline import BATCHES, connect
 from benchmarks.paper.points import FORMATS
+from benchmarks.support.harness import FIRST_PRESET
 from benchmarks.transport import redis_server
 from zapex.machine.child import PARENT_VARIABLE
 
@@ -40,6 +41,7 @@ _FLAGS = [
     "--envs-per-actor",
     "8",
     "--plain",
+    *FIRST_PRESET.split(),
 ]
 _ACTOR = {"pull": "pull", "push": "push", "wait": "wait"}
 _LEARNER = {

@@ -33,14 +33,15 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.support.harness import arguments, joined, median, write_json
+from benchmarks.support.harness import FIRST_PRESET, arguments, joined, median, write_json
 from benchmarks.support.machine import ROOT
 from tests.support import netns
 from zapex.net import keys as curve_keys
 
 ENV = "ALE/Breakout-v5"
 COMMON = (
-    f"--env {ENV} --preset laptop --learning-starts 2k --capacity 50k --eval-period-s 0 --plain"
+    f"--env {ENV} --preset laptop --learning-starts 2k --capacity 50k --eval-period-s 0 --plain "
+    + FIRST_PRESET
 )
 LEARNERS = {
     "real, the paper's network, batch 512": (

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from zapex.cli.flags import flags_of, read, read_settings, show_help
 from zapex.config.fields import SettingsGroup, flag_of, setting
-from zapex.config.settings import FIELDS, NETWORK_FIELDS, SECTIONS, Config, EnvConfig, ReplayConfig
+from zapex.config.settings import (
+    FIELDS,
+    NETWORK_FIELDS,
+    SECTIONS,
+    Config,
+    EnvConfig,
+    LearnerConfig,
+    ReplayConfig,
+)
 from zapex.errors import CheckpointError, ConfigError
 from zapex.host.parts import PARTS, Part
 
@@ -138,24 +146,38 @@ def _layered(
     check_trust(path, values, given, more.trust)
 
     from zapex.config import presets
-    from zapex.config.layers import Layers
+    from zapex.config.layers import Choice, Layers
     from zapex.envs import environments
 
+    asked = values | given
     spec = environments.check(
-        given.get("env", values.get("env", EnvConfig.env)),
-        given.get("env_kwargs", values.get("env_kwargs", {})),
-        given.get("wrapper", values.get("wrapper", [])),
+        asked.get("env", EnvConfig.env), asked.get("env_kwargs", {}), asked.get("wrapper", [])
     )
     if more.total_timesteps:
         if "max_frames" in given:
             raise ConfigError("--total-timesteps and --max-frames set one limit: give one of them")
         given["max_frames"] = more.total_timesteps * spec.frames_per_step
-    machine = _machine(part, values | given, ask_torch).share(more.runs_at_once)
+    machine = _machine(part, asked, ask_torch).share(more.runs_at_once)
     reason = "you gave it" if "preset" in given else f"from {path}"
     preset = given.pop("preset", values.pop("preset", "auto"))
-    task = presets.Task(spec.schema(ReplayConfig.n_step, ReplayConfig.gamma), spec.atari)
 
-    layers = Layers(presets.choose(preset, task, machine, part.name, reason))
+    def choose() -> dict[str, Choice]:
+        task = presets.Task(
+            spec.schema(ReplayConfig.n_step, ReplayConfig.gamma),
+            spec.atari,
+            nature=asked.get("network", LearnerConfig.network) == "nature",
+            any_loss="loss" not in asked,
+        )
+        return presets.choose(preset, task, machine, part.name, reason)
+
+    chosen = choose()
+    if "env_kwargs" in chosen and "env_kwargs" not in values:
+        kwargs = chosen["env_kwargs"].value | given.get("env_kwargs", {})
+        if "env_kwargs" in given:
+            given["env_kwargs"] = kwargs
+        spec = environments.check(spec.env_id, kwargs, spec.wrappers)
+        chosen = choose()
+    layers = Layers(chosen)
     layers.put(values, f"from {path}")
     if named and part.learns:
         _put_limits(layers, given, more)
@@ -165,7 +187,7 @@ def _layered(
     if balanced:
         _put_balance(layers, {*values, *given} - {"actors"}, spec, machine)
     half_s = 30 * layers["max_minutes"]
-    if "eval_period_s" not in values | given and 0 < half_s < layers["eval_period_s"]:
+    if "eval_period_s" not in asked and 0 < half_s < layers["eval_period_s"]:
         layers.put({"eval_period_s": half_s}, "half of --max-minutes, so that any run has one")
     if given.get("resume", "") not in ("", AUTO):
         for name in ("env", "env_kwargs", "wrapper", *NETWORK_FIELDS, "run_dir"):

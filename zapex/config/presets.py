@@ -31,10 +31,16 @@ _REUSE = 8.0
 
 @dataclass(frozen=True)
 class Task:
-    """What a preset depends on besides the machine; `schema` is the environment's."""
+    """What a preset depends on besides the machine.
+
+    schema, atari: the environment's. nature: the network is the built-in one. any_loss: the user
+    names no loss.
+    """
 
     schema: Schema
     atari: bool
+    nature: bool = True
+    any_loss: bool = True
 
     @property
     def image(self) -> bool:
@@ -133,6 +139,7 @@ _VECTOR_LEARNING: dict[str, Rule] = {
     "eval_epsilon": (0.0, "the policy itself"),
     "eval_noop_max": (0, "no-ops are customary for Atari"),
 }
+_SMALL_IMAGES = {"img_height": 64, "img_width": 64}
 TABLE: dict[tuple[str, str], dict[str, Rule]] = {
     ("laptop", "image"): {
         "actors": (_laptop_actors, "half of the cores act, the others learn"),
@@ -148,6 +155,9 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "loss": ("huber", "large errors early on do not dominate"),
         "hidden": (256, "the paper's 512 takes 1.5 times as long"),
         "channels": (16, "half of the paper's filters: twice the samples per second"),
+        "quantiles": (32, "learn more from each sample than a mean does"),
+        "share_trunk": (True, "one forward pass of four less"),
+        "env_kwargs": (_SMALL_IMAGES, "1.4 times the samples per second of 84x84"),
         "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
         **_ONE_THREAD,
         "learner_threads": (_learner_threads, "0: tried at the start, then one per idle core"),
@@ -215,7 +225,8 @@ SEEN: dict[tuple[str, str], tuple[float, float]] = {
     ("laptop", "ALE/SpaceInvaders-v5"): (20, 738),
     ("laptop", "CartPole-v1"): (0.5, 500),
 }
-"""Measured on two cores, over several runs: minutes and mean return."""
+"""Measured on two cores, over several runs: minutes and mean return. The Atari games were played
+with 84x84 images and without quantiles."""
 _FRAMES_PER_MINUTE = 580_000  # of an Atari game on those two cores, acting and learning
 
 
@@ -227,6 +238,7 @@ def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
     if seen:
         reached, value = seen
         run = "this run ends early; one" if 0 < minutes < reached else "a run"
+        run += " with an earlier preset" if atari else ""
         return (
             f"What to expect: {run} on two cores had a mean return of {value:g} "
             f"after {reached:g} minutes."
@@ -267,6 +279,12 @@ def choose(
     table = TABLE[chosen["preset"].value, "image" if task.image else "vector"]
     for name, (value, why) in table.items():
         chosen[name] = Choice(value(host) if callable(value) else value, why)
+    if not (task.nature and task.any_loss):
+        chosen.pop("quantiles", None)
+    if not task.nature:
+        chosen.pop("share_trunk", None)
+    if not task.atari:
+        chosen.pop("env_kwargs", None)
     if task.atari:
         chosen["reward_clip"] = Choice(True, "Atari scores differ a thousandfold between games")
     else:
