@@ -156,7 +156,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "hidden": (256, "the paper's 512 takes 1.5 times as long"),
         "channels": (16, "half of the paper's filters: twice the samples per second"),
         "quantiles": (32, "learn more from each sample than a mean does"),
-        "share_trunk": (True, "one forward pass of four less"),
+        "share_trunk": (True, "one forward pass of three less"),
         "env_kwargs": (_SMALL_IMAGES, "1.4 times the samples per second of 84x84"),
         "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
         **_ONE_THREAD,
