@@ -15,6 +15,7 @@ that a run that is cut off still tells something:
     host      a whole run with the replay's frames on the host: frames/s, batches/s, how much of its
               time the learner waits
     device    the same with the frames on the GPU
+    central   the same, and one process computes the actions of all actors there
     pong      Pong for the rest of the time: return against the clock
 """
 
@@ -31,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LIMITS_S = {"tests": 90, "learner": 75, "copies": 30, "host": 110, "device": 110, "pong": 400}
+LIMITS_S = {
+    "tests": 90, "learner": 95, "copies": 30, "host": 80, "device": 80, "central": 80, "pong": 400,
+}  # fmt: skip
 ALL_S = 480.0
 PACKAGES = (
     "zmq", "gymnasium", "ale_py", "rich", "tensorboard", "matplotlib", "safetensors", "zlib_ng",
@@ -207,11 +210,11 @@ def copies(path: Path, dry: bool, seconds: float) -> None:
         write(path, found)
 
 
-def whole_run(path: Path, dry: bool, seconds: float, replay_device: str) -> None:
-    """A run on Breakout: its rates over the last part of its time."""
-    flags = ["--replay-device", replay_device, "--max-minutes", str(max(0.2, seconds - 25) / 60)]
+def whole_run(path: Path, dry: bool, seconds: float, place: str) -> None:
+    """A run on Breakout: its rates over the last part of its time. place: flags."""
     actors = max(1, (os.cpu_count() or 2) - 2)
-    flags += ["--actors", str(actors), "--eval-period-s", "0", "--learning-starts", "20k"]
+    flags = [*place.split(), "--max-minutes", str(max(0.2, seconds - 25) / 60), "--actors",
+             str(actors), "--eval-period-s", "0", "--learning-starts", "20k"]  # fmt: skip
     if dry:
         flags = ["--preset", "smoke", "--max-frames", "6k"]
     lines = list(_train("ALE/Breakout-v5", path.with_suffix(""), flags, seconds))
@@ -236,8 +239,9 @@ def pong(path: Path, dry: bool, seconds: float) -> None:
 
 _STEPS: dict[str, Callable[[Path, bool, float], None]] = {
     "tests": tests, "learner": learner, "copies": copies,
-    "host": partial(whole_run, replay_device="cpu"),
-    "device": partial(whole_run, replay_device="cuda"), "pong": pong,
+    "host": partial(whole_run, place="--replay-device cpu"),
+    "device": partial(whole_run, place="--replay-device cuda"),
+    "central": partial(whole_run, place="--replay-device cuda --inference central"), "pong": pong,
 }  # fmt: skip
 
 

@@ -303,24 +303,30 @@ def survives() -> Iterator[Row]:
 
 def gpu() -> Iterator[Row]:
     """On one GPU: the learner alone, and in whole runs."""
-    found = of("gpu")
-    yield "", "batches/s", "the learner waits", "frames/s"
-    for network, rows in (("paper", 512), ("laptop", 64)):
-        for place, text in (("host", "the host's frames"), ("cuda", "frames on the GPU")):
-            alone = found["learner"].get(f"{network}, frames on {place}, graphs")
-            if alone:
-                what = f"learner alone, {network} network, batches of {rows}, {text}"
-                yield what, f"{alone['batches_per_s']:,.0f}", None, None
-    for name, text in (
-        ("host", "Pong, the host's frames"),
-        ("device", "Pong, frames on the GPU"),
-        ("pong", "the same, the preset's learning"),
-    ):
-        one = found[name]
-        yield (
-            f"{text}, {one['actors']} actors", f"{one['learner/batches_per_s']:,.0f}",
-            f"{100 * one['phases/learner_wait']:.1f} %", f"{one['charts/FPS']:,.0f}",
-        )  # fmt: skip
+    yield "", "card", "batches/s", "the learner waits", "frames/s"
+    for whole in load("gpu"):
+        found, card = whole["results"], whole["machine"]["gpu"]["name"].split()[1]
+        for network, rows in (("paper", 512), ("laptop", 64)):
+            for place, text in (("host", "the host's frames"), ("cuda", "frames on the GPU")):
+                alone = found["learner"].get(f"{network}, frames on {place}, graphs")
+                if alone:
+                    what = f"learner alone, {network} network, batches of {rows}, {text}"
+                    yield what, card, f"{alone['batches_per_s']:,.0f}", None, None
+        for name, text in (
+            ("host", "the host's frames"),
+            ("device", "frames on the GPU"),
+            ("pong", "frames on the GPU, the preset's learning"),
+            ("quantiles", "frames on the GPU, 32 quantiles, shared trunk"),
+            ("central", "frames on the GPU, `--inference central` there"),
+            ("inference_gpu", "frames on the GPU, `--inference gpu`"),
+        ):
+            if one := found.get(name):
+                game = one["env"].removeprefix("ALE/").removesuffix("-v5")
+                yield (
+                    f"{game}, {text}, {one['actors']} actors", card,
+                    f"{one['learner/batches_per_s']:,.0f}",
+                    f"{100 * one['phases/learner_wait']:.1f} %", f"{one['charts/FPS']:,.0f}",
+                )  # fmt: skip
 
 
 def files() -> Iterator[Row]:
