@@ -362,9 +362,9 @@ def _save(
         text = _write_manifest(instant, chunks, folder, name, about)
         os.replace(folder / f"{MANIFEST}.{name}", folder / MANIFEST)
     except BaseException:
-        _forget_unnamed(folder, _manifest(folder))
+        with suppress(OSError):
+            _forget_unnamed(folder, _manifest(folder))
         raise
-    sync_directory(folder)
     _forget_unnamed(folder, _manifest(folder))
     saves.path, saves.manifest_crc32, saves.chunks = folder, zlib.crc32(text), chunks
 
@@ -475,7 +475,12 @@ def _write_manifest(
 
 
 def _forget_unnamed(folder: Path, manifest: dict[str, Any] | None) -> None:
-    """Remove files of snapshots that the manifest does not name. An unreadable one names all."""
+    """Remove files of snapshots that the manifest does not name. An unreadable one names all.
+
+    First the manifest is synced: else its name could be lost with the power, also that of a save
+    that was killed, and the former manifest's files would be gone.
+    """
+    sync_directory(folder)
     wanted = {MANIFEST}
     if manifest is not None:
         wanted |= {manifest["state"]["file"], *(chunk[2] for chunk in manifest["chunks"].values())}
