@@ -286,6 +286,31 @@ def test_keys_of_a_former_memory_are_stale(tmp_path):
         client.close()
 
 
+def test_writers_go_on_at_a_replay_that_has_lost_its_memory(tmp_path):
+    options = {"schema": SCHEMA, "timeout_s": DEADLINE_S}
+    with Service(SCHEMA, 4000, 1.0, 0.0, tmp_path) as service:
+        client = zapex.connect(service.url, **options)
+        writer = client.writer(STREAMS)
+        play(11, writer)
+        writer.flush()
+        client.extend(**rows_from(1)[0])
+    with Service(SCHEMA, 4000, 1.0, 0.0, tmp_path) as service:
+        with zapex.connect(service.url, **options) as other, other.writer(STREAMS) as first:
+            expected = play(12, first)  # it may have the number that the other writer had
+            rows, twins = rows_from(2)
+            keys = client.extend(**rows)
+            expected += twins + play(13, writer)
+            writer.flush()
+            first.flush()
+            check_all(client, expected)
+            drawn = client.sample(len(expected), method="without_replacement")
+            assert dict(zip(drawn.keys, drawn.action, strict=True)).items() >= set(
+                zip(keys, rows["action"], strict=True)
+            )
+        writer.close()
+        client.close()
+
+
 def test_a_server_that_is_killed_comes_back_over_the_same_memory(tmp_path):
     with server(tmp_path, "--capacity", "8000") as served, served.connect() as client:
         expected = rows_from(1)[1]

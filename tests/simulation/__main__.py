@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from tests.simulation import clock
 from tests.stress import steps
 
 
@@ -30,6 +31,7 @@ def main() -> int:
     if options.seed is None and options.jobs > 1 and not options.planted:
         return _share_out(options)
     steps.install()
+    clock.install()
     from tests.simulation import runs
 
     if options.planted:

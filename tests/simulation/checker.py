@@ -58,6 +58,7 @@ class Memory:
     sharded: bool
     networked: bool
     with_learner: bool  # whose updates wait in this memory
+    served: bool = False  # to programs: numbers are a link's, and an update may come twice
     newest: int = 0  # commit sequence
     next: dict[Life, int] = field(default_factory=dict)
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -74,7 +75,8 @@ class Memory:
     opened: int | None = None  # committed, when the limiter let the first batch through
     drawn: int = 0
     restarted: bool = False  # and no update has come since
-    update: tuple[int, int] | None = None  # the last one: a learner's life, and its number there
+    updates: dict[int, int] = field(default_factory=dict)  # the last one, by learner's life
+    updater: int = 0  # whose the last one was
 
 
 class Checker:
@@ -85,6 +87,7 @@ class Checker:
         self.arrived: set[tuple[Life, int]] = set()
         self.owed: dict[tuple[Life, int], str] = {}
         self.lost_memories: set[str] = set()
+        self.one_learner = True
         self.reached: defaultdict[Life, int] = defaultdict(int)  # the end of what has arrived
         self.lives: Counter[tuple[int, int]] = Counter()  # chunks by actor and incarnation
         self.rows = self.batches = self.published = self.updates = 0
@@ -107,7 +110,7 @@ class Checker:
             memory.leaves = self._leaves(replay).copy()
         memory.drawn, memory.opened, memory.restarted = 0, None, True
         if not memory.with_learner:  # those that were acknowledged and not applied are gone
-            memory.update = None
+            memory.updates.clear()
         reprioritise, draw = replay.reprioritise, replay.draw
 
         def on_evict(slot: int) -> None:
@@ -161,11 +164,13 @@ class Checker:
             memory.newest = int(header[COMMIT_SEQUENCE])
             life, first, table = self.look_at(store, slot)
             told = header[[ACTOR, INCARNATION, STREAM]].tolist()
-            if not memory.sharded and told != list(life):
+            if not (memory.sharded or memory.served) and told != list(life):
                 raise Violation(f"foreign: {memory.name}: {told} holds rows of {life}")
             wanted = memory.next.get(life, 0)
+            if memory.served and life not in memory.next:  # it may go on from a former memory
+                wanted = min(first, self.reached[life])
             # A chunk that moves to another shard and back is another chunk there (host/roster.py).
-            name = (*header[[ACTOR, INCARNATION, SEQUENCE]].tolist(),)
+            name = (*header[[ACTOR, INCARNATION, SEQUENCE]].tolist(), memory.served * header[HOST])
             if name in memory.seen or (first < wanted and not memory.sharded):
                 raise Violation(f"doubled: {memory.name}: {life} from {first}, {wanted} is next")
             if first > wanted and not memory.sharded:
@@ -226,15 +231,17 @@ class Checker:
             raise Violation(f"foreign: {memory.name}: {values[live]} for rows of {given}")
         memory.leaves[rows] = values[live]
         (number,) = set((values % 0.25 * 4 * _UPDATES).tolist())
-        before, memory.update = memory.update, self._numbers[int(number)]
-        who, at = memory.update
+        who, at = self._numbers[int(number)]
+        before, memory.updates[who] = memory.updates.get(who), at
+        alone, memory.updater = memory.updater == who, who
         again, memory.restarted = memory.restarted, False
         self.updates += 1
-        if before is None or who > before[0]:
+        if before is None:
             return
-        follows = at > before[1] if memory.sharded else at == before[1] + 1
-        if who < before[0] or not (follows or (again and at == before[1])):
-            raise Violation(f"lost: {memory.name}: update {memory.update} follows {before}")
+        # Another learner may have had the place in between, while this one's link was cut.
+        follows = at == before + 1 if alone and not memory.sharded else at > before
+        if not (follows or ((again or memory.served) and at >= before)):
+            raise Violation(f"lost: {memory.name}: update {at} of {who} follows {before}")
 
     def check_leaves(self, replay: ReplayCore, memory: Memory) -> None:
         """Every live row can be drawn by its own priority, and no other one."""
@@ -270,7 +277,8 @@ class Checker:
         known = opened if memory.opened is None else memory.opened
         memory.opened = opened
         first = max(least, memory.began)
-        if opened != known or not first <= opened < first + 8 or limiter._sampled != memory.drawn:
+        fits = first <= opened < first + memory.rows.shape[1]
+        if opened != known or not fits or limiter._sampled != memory.drawn:
             raise Violation(
                 f"limiter: {memory.name} opened with {opened}, once {known}, and counts "
                 f"{limiter._sampled} samples of {memory.drawn}"
@@ -346,16 +354,20 @@ class Checker:
             if (low > given + 0.25).any() or (high < given).any():
                 raise Violation(f"foreign: weights {weights} of rows of {given}")
         self.rows += len(table)
+        return errors + self.next_number(who)
+
+    def next_number(self, who: int) -> np.float32:
+        """A learner's life learns once more: what the priorities carry, so that they tell when."""
         self.batches += 1
         at = self.learners[who] = self.learners.get(who, -1) + 1
         after = sum(self.learners[one] for one in self.learners if one > who)
-        if after > 20 and at > self._last_at[who] + 20:
+        if self.one_learner and after > 20 and at > self._last_at[who] + 20:
             raise Violation("foreign: two learners learn")
         if not after:
             self._last_at[who] = at
         number = 1 + self.batches % (_UPDATES - 1)  # 0 is the actor's own
         self._numbers[number] = who, at
-        return errors + np.float32(number / _UPDATES / 4)
+        return np.float32(number / _UPDATES / 4)
 
     def load(self, process: str, words: Longs) -> None:
         """Parameters that somebody loads are whole, and not older than its last."""

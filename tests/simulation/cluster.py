@@ -8,6 +8,7 @@ nothing leaves the process any more, the copy is put back. Where it stops at a s
 goes on for the others before the step's call returns.
 """
 
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -234,6 +235,7 @@ class Process:
         if order is not None:
             steps.order(*order[:2], comes_to_it)
         found: Any = None
+        running, cluster.running = cluster.running, self
         try:
             found = call()
         except (Fenced, Refused, RunOver) as error:
@@ -251,7 +253,7 @@ class Process:
                     raise
                 raise Violation(f"crash: {self.title}: {traceback.format_exc()}") from error
         finally:
-            cluster.net.ghost = False
+            cluster.running, cluster.net.ghost = running, False
             left = steps.withdraw()
             if order is not None and self.order is order:
                 self.order = order[0], left, order[2]
@@ -401,7 +403,7 @@ class Host:
         return makers
 
     def _make_actor(self, index: int, number: int, process: Process) -> Actor:
-        memory, time = self.attach(), self.cluster.time
+        memory = self.attach()
         sink = memory.experience_sink(index, process.incarnation)
         metrics = memory.metrics(process.name)
         shape, first = self.cluster.shape, number * STREAMS
@@ -434,7 +436,7 @@ class Host:
             games, values, sink, builder, metrics,
             memory.ring(f"episodes {index}").producer().try_offer, epsilons=np.zeros(STREAMS),
             first_stream=first, reward_clip=False, priorities=True,
-            rng=np.random.default_rng(process.life), clock_ns=lambda: int(time.now_s * 1e9),
+            rng=np.random.default_rng(process.life), clock_ns=lambda: int(1e9 * time.monotonic()),
             may_step=lambda: not self.cluster.is_over,
         )  # fmt: skip
 
@@ -464,7 +466,7 @@ class Host:
         link = ZmqLink(
             f"tcp://{shard}:1", role, self.number, process.incarnation, form,
             cluster.settings(shard), Security(insecure_network=True), schema_hash=SCHEMA.hash,
-            actors=actors, clock_s=cluster.clock_s, dial=dial,
+            actors=actors, dial=dial,
         )  # fmt: skip
         process.links.append(link)
         return link
@@ -485,7 +487,7 @@ class Host:
             dqn, source, StampedSink(cluster, sink),
             [Batch.empty(BatchLayout(SCHEMA, cluster.shape.batch))],
             memory.metrics("learner"), no_checkpoints, prefetch=PREFETCH, publish_period_s=0.5,
-            clock_s=cluster.clock_s,
+            clock_s=time.monotonic,
         )  # fmt: skip
 
 
@@ -591,17 +593,17 @@ class ReplayMachine(Host):
             server = LinkServer(
                 listener, cluster.form, cluster.settings(self.shard), roster,
                 incarnation=process.incarnation, params_version=lambda: mailbox.version,
-                takes_learner=not shape.learns_there, tell=cluster.tell, clock_s=cluster.clock_s,
+                takes_learner=not shape.learns_there, tell=cluster.tell,
             )  # fmt: skip
             server.guard.close()  # its thread has nothing to guard here
             ends: list[Any] = [
                 ZmqParameters(server, mailbox),
-                StatsHandler(server, memory, cluster.clock_s),
+                StatsHandler(server, memory),
             ]
             if shape.learns_there:
                 sink = memory.sample_sink()
             else:
-                sink = ZmqSampleSink(server, replay.store, cluster.clock_s)
+                sink = ZmqSampleSink(server, replay.store)
                 ends.append(sink)
             source = ZmqExperienceSource(server, replay.store, ends)
         intake = Intake(source, replay, shape.limiter(), streams_per_actor=STREAMS)
@@ -679,12 +681,10 @@ class ActorMachine(Host):
         link.register(on_welcome=check)
         sender: Any
         if len(links) == 1:
-            sender = ChunkSender(link, store, cluster.clock_s)
+            sender = ChunkSender(link, store)
         else:
             routes = Routes(memory.part_of("routes"), plan.actors, self.wall_ns)
-            sender = ShardedChunkSender(
-                links, store, routes, self.numbers, cluster.tell, cluster.clock_s
-            )
+            sender = ShardedChunkSender(links, store, routes, self.numbers, cluster.tell)
         outbox = Outbox(store, plan.replay, sender)
         take_freed = sender.take_freed
 
@@ -701,7 +701,7 @@ class ActorMachine(Host):
             intake, outbox, source, ZmqParameterSource(link), memory.mailbox(),
             memory.metrics("relay"), parameter_bytes=PARAMETER_BYTES,
             link_ready=lambda: any(one.ready() for one in links),
-            report=StatsSender(link, blocks, clock_s=cluster.clock_s).do_work,
+            report=StatsSender(link, blocks).do_work,
             ended=lambda: False,
         )  # fmt: skip
         ready = relay.ready
@@ -732,12 +732,10 @@ class LearnerMachine(Host):
         sources = [ZmqSampleSource(one, BETA) for one in links]
         source: Any = sources[0]
         if len(links) > 1:
-            source = ShardedSampleSource(
-                sources, BETA, "stratified", process.life, cluster.tell, cluster.clock_s
-            )
+            source = ShardedSampleSource(sources, BETA, "stratified", process.life, cluster.tell)
         sink = ZmqParameterSink(link)
         StatsReader(link, memory)
-        sender = StatsSender(link, {LEARNER: memory.metrics("learner")}, clock_s=cluster.clock_s)
+        sender = StatsSender(link, {LEARNER: memory.metrics("learner")})
         role: list[Any] = []  # once the link is open
 
         def do_work() -> int:
@@ -763,6 +761,8 @@ class Cluster:
         self.shape = shape = Shape.of(time)
         self.net = Network(time, copies=shape.copies, places=shape.places)
         self.failure: Exception | None = None  # while somebody stopped at a step
+        self.running: Any = None  # the process whose turn it is
+        self.library: Any = None  # the shape, if replays are served to programs
         self.is_over = False
         self.turn_s = time.rng.choice((0.1, 0.3, 1.0))
         layout = ReplayLayout(
@@ -772,6 +772,10 @@ class Cluster:
             layout, shape.batch, PARAMETER_BYTES, RoleMetrics.required_bytes(), EPISODE.itemsize
         )
         self.hosts: dict[str, Host] = {}
+
+    def build(self) -> None:
+        """The machines of a run."""
+        shape = self.shape
         for shard in range(max(1, shape.shards)):
             self._add(ReplayMachine(self, f"replay{shard}", shard))
         for i in range(shape.actor_hosts):
@@ -788,10 +792,6 @@ class Cluster:
         """All machines, at about the same time."""
         for host in self.hosts.values():
             self.time.soon(*((10.0, 40.0) if host.name == "rival" else (0.0, 2.0)), host.boot)
-
-    def clock_s(self) -> float:
-        """Monotonic."""
-        return self.time.now_s
 
     def tell(self, text: str) -> None:
         """What a role says to the user."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation import library
 from tests.simulation.clock import Timeline
 from tests.simulation.cluster import ActorMachine, Cluster, LearnerMachine, Process, ReplayMachine
 from tests.simulation.truth import Violation
@@ -42,6 +43,8 @@ STEPS = {
         "batch-released", "update-written", "update-sent",
     ],
     "learner on a network": _MAILBOX,
+    "served replay": _REPLAY,
+    "client": [],
     "relay": [*_GRANTS, *_ACTORS, *_MAILBOX],
     "join": [],
 }  # fmt: skip
@@ -51,6 +54,8 @@ STEPS = {
 def _steps_of(process: Process) -> list[str]:
     shape, role = process.host.cluster.shape, process.name.split()[0]
     match role:
+        case "replay" if process.host.cluster.library:
+            role = "served replay"
         case "actor" if shape.central:
             role = "actor that asks"
         case "replay" if shape.shards:
@@ -177,8 +182,8 @@ class _Nemesis:
     def _ends(self, a: float, b: float) -> tuple[str, str]:
         """A machine with a replay and one with something else, in any order."""
         hosts = self._cluster.hosts.values()
-        replays = [h.name for h in hosts if isinstance(h, ReplayMachine)]
-        others = [h.name for h in hosts if not isinstance(h, ReplayMachine)] or replays
+        replays = [h.name for h in hosts if h.name.startswith("replay")]
+        others = [h.name for h in hosts if h.name not in replays] or replays
         ends = _pick(replays, a), _pick(others, b)
         return ends if a * 8 % 1 < 0.5 else (ends[1], ends[0])
 
@@ -200,9 +205,13 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
     faults = faults_of(seed) if faults is None else faults
     time = Timeline(seed)
     cluster = Cluster(time)
-    outcome = Outcome(seed, faults, history=time.history, shape=cluster.shape)
+    if seed % 5 == 2:
+        library.build(cluster)
+    else:
+        cluster.build()
+    outcome = Outcome(seed, faults, history=time.history, shape=cluster.library or cluster.shape)
     nemesis = _Nemesis(cluster)
-    time.say(str(cluster.shape))
+    time.say(str(outcome.shape))
     for fault in faults:
         time.after(fault.at_s, lambda f=fault: nemesis.do(f))
     try:
@@ -232,11 +241,14 @@ def _progress(cluster: Cluster) -> None:
     for process in cluster.processes:
         process.stopped_until_s = 0.0
     lives = checker.lives.copy()
+    users = [h for h in cluster.hosts.values() if isinstance(h, library.ClientMachine)]
+    calls = {host.name: host.calls for host in users}
 
     def missing() -> list[str]:
         found = ["batches"] if checker.batches < batches + 5 else []
         found += ["updates"] if checker.updates < updates + 3 else []
-        for host in cluster.hosts.values():
+        found += [f"calls of {host.name}" for host in users if host.calls < calls[host.name] + 5]
+        for host in () if users else cluster.hosts.values():
             actors = [p for name, p in host.processes.items() if name.startswith("actor ")]
             numbers = getattr(host, "numbers", range(len(actors)))
             for process, number in zip(actors, numbers, strict=True):

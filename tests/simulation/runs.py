@@ -12,12 +12,12 @@ from tests.simulation.run import Fault, Outcome, run
 
 def shrink(outcome: Outcome, seconds: float = 60.0) -> Outcome:
     """The same failure with as few faults as were found in this time."""
-    until = time.monotonic() + seconds
+    until = time.perf_counter() + seconds
     least, size = outcome, max(1, len(outcome.faults) // 2)
-    while size and time.monotonic() < until:
+    while size and time.perf_counter() < until:
         for first in range(0, len(least.faults), size):
             fewer: list[Fault] = [*least.faults[:first], *least.faults[first + size :]]
-            if time.monotonic() > until:
+            if time.perf_counter() > until:
                 break
             found = run(outcome.seed, fewer)
             if found.kind == outcome.kind:
@@ -59,8 +59,8 @@ def _show_least(outcome: Outcome) -> None:
 
 def explore(first: int, minutes: float, seeds: int | None) -> int:
     """New seeds for some time, or so many; the first that fails ends it."""
-    began, seed, simulated_s = time.monotonic(), first, 0.0
-    while seed < first + seeds if seeds else time.monotonic() < began + 60 * minutes:
+    began, seed, simulated_s = time.perf_counter(), first, 0.0
+    while seed < first + seeds if seeds else time.perf_counter() < began + 60 * minutes:
         outcome = run(seed)
         simulated_s += outcome.simulated_s
         if outcome.violation:
@@ -68,7 +68,7 @@ def explore(first: int, minutes: float, seeds: int | None) -> int:
             print(f"  make simulate ARGS='--seed {seed}' shows it", flush=True)
             return 1
         seed += 1
-    real_s = time.monotonic() - began
+    real_s = time.perf_counter() - began
     print(
         f"{seed - first} seeds from {first} on, {simulated_s:.0f} simulated seconds in {real_s:.0f}"
     )

@@ -16,11 +16,11 @@ def simulate(*arguments: object, hash_seed: int = 0) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-FAILED: list[int] = [2760202405734]
+FAILED: list[int] = [2760202405734, 59555057219, 242]
 """Seeds that once failed, while the runs that they draw are still these."""
 
 
-@pytest.mark.parametrize("seed", [34, 43, *FAILED])
+@pytest.mark.parametrize("seed", [34, 42, 43, *FAILED])
 def test_a_seed_gives_the_same_history_each_time_and_is_fine(seed: int) -> None:
     histories = []
     for hash_seed in (1, 2):

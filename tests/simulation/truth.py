@@ -44,7 +44,7 @@ def _identity(stamps: Longs) -> Longs:
     return mixed
 
 
-def _length_of(stamps: Longs) -> Longs:
+def length_of(stamps: Longs) -> Longs:
     """How many transitions an episode of each stream has; it has one frame more."""
     return 37 + 2 * (stamps[:, 2] % 3)
 
@@ -63,7 +63,7 @@ def _observations(stamps: Longs) -> Longs:
         at = _at_frame(stamps, number)
         seen[:, place, :4] = at
         seen[:, place, 4:] = (_identity(at)[:, None] + np.arange(4, FRAME_WORDS) * 97) | 1
-    seen[stamps[:, 3] % (_length_of(stamps) + 1) == 0, 0] = 0
+    seen[stamps[:, 3] % (length_of(stamps) + 1) == 0, 0] = 0
     return seen
 
 
@@ -78,9 +78,9 @@ def _best_of(stamps: Longs) -> tuple[Longs, NDArray[np.float64]]:
     return (mixed >> 33) & (ACTIONS - 1), 1.0 + ((mixed >> 20) & 0x7FF)
 
 
-def _rows_of(stamps: Longs) -> dict[str, NDArray[Any]]:
+def _rows_for(stamps: Longs) -> dict[str, NDArray[Any]]:
     """The rows of the table: the transitions that begin at these frames, and what else is known."""
-    length = _length_of(stamps)
+    length = length_of(stamps)
     episode, step = np.divmod(stamps[:, 3], length + 1)
     steps = np.minimum(N_STEP, length - step)
     ends = step + steps == length
@@ -126,7 +126,7 @@ class Truth:
         stamps[:, :3] = place[:3]
         stamps[:, 3] = place[3] * _BLOCK + np.arange(_BLOCK)
         base, self._size = self._size, self._size + _BLOCK
-        for name, column in _rows_of(stamps).items():
+        for name, column in _rows_for(stamps).items():
             held = self.columns.get(name)
             if held is None or self._size > len(held):
                 larger = np.empty((max(4096, 2 * self._size), *column.shape[1:]), column.dtype)
@@ -158,7 +158,7 @@ class TableStreams:
         self._stamps = np.zeros((streams, 4), np.int64)
         self._stamps[:, :2] = actor, incarnation
         self._stamps[:, 2] = actor * streams + np.arange(streams)
-        self._length = _length_of(self._stamps)
+        self._length = length_of(self._stamps)
         self._over = np.zeros(streams, np.bool_)
         self._nothing = np.zeros(streams, np.bool_)
 

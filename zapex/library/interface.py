@@ -252,9 +252,11 @@ class ReplayInterface:
 
     def _tell_of_rows_gone(self, rows: int) -> None:
         """Warn once that an `extend` of so many rows has evicted some of them."""
-        self._told = True
         stats = self.stats()
         fit, chunks = int(stats["effective_capacity"]), stats["slots_live"] + 1
+        if rows <= fit:
+            return  # others have added more since, or the replay has lost its memory
+        self._told = True
         more = math.ceil((rows - fit) * stats["chunk"] * chunks / stats["size"])
         warnings.warn(
             f"extend got {rows} transitions and keeps the newest: only {fit} like these fit (those "

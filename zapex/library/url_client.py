@@ -184,15 +184,32 @@ class UrlSlots:
         elsewhere: Callable[[ProcessLock], UrlLink] | None = None,
     ) -> None:
         self.layout, self._elsewhere = layout, elsewhere
-        self._link, self.lock = link, link.lock
+        self.lock = link.lock
         slots = 2 * streams + 4
         memory = aligned_zeros(ChunkStore.required_bytes(layout.chunk_layout, slots))
         self.store = ChunkStore(memory, layout.chunk_layout, slots)
         self._free = deque(range(slots))
-        self._sender = ChunkSender(link.link, self.store)
-        self._sequence = itertools.count()
         self.sent: list[int] = []  # sequences since the caller last cleared this list
+        self._use(link)
+
+    def _use(self, link: UrlLink) -> None:
+        """Send over this link from now on."""
+        self._link, self._memories = link, {link.welcome.epoch}  # those that it has met
+        self._sequence = itertools.count()
+        link.link.register(on_welcome=self._welcome)  # before the sender's
+        self._sender = ChunkSender(link.link, self.store)
         link.chores.append(self._pump)
+
+    def _welcome(self, welcome: Welcome, channel: int) -> None:
+        if welcome.epoch in self._memories:
+            return
+        # What the former memory had is gone; what it had not is sent to this one.
+        self._memories.add(welcome.epoch)
+        left = self._sender.take_back()
+        self._sender.forget_numbers()
+        self._sequence = itertools.count()
+        self.sent.clear()
+        self._offer(left)
 
     @property
     def number(self) -> int:
@@ -244,10 +261,8 @@ class UrlSlots:
         left = self._sender.take_back()
         self._link.close()
         self._free.extend(self._sender.take_freed())
-        self._link, self._sender = link, ChunkSender(link.link, self.store)
-        self._sequence = itertools.count()
-        link.chores.append(self._pump)
-        self.grown(np.empty(0, np.int64), np.empty(0), np.array(left, np.int64))
+        self._use(link)
+        self._offer(left)
 
     def grown(
         self,
@@ -259,14 +274,16 @@ class UrlSlots:
         if not len(closed):
             return
         self._link.check()
-        rows = self.store.header_rows
-        for slot in closed.tolist():
-            sequence = next(self._sequence)
-            rows[slot, [ACTOR, INCARNATION, SEQUENCE]] = 0, 1, sequence
-            self.sent.append(sequence)
-        self._sender.offer(closed)
+        self._offer(closed.tolist())
         self._link.link.do_work()
         self._pump()
+
+    def _offer(self, slots: Sequence[int]) -> None:
+        first = len(self.sent)
+        self.sent += itertools.islice(self._sequence, len(slots))
+        for slot, sequence in zip(slots, self.sent[first:], strict=True):
+            self.store.header_rows[slot, [ACTOR, INCARNATION, SEQUENCE]] = 0, 1, sequence
+        self._sender.offer(slots)
 
     def settle(self) -> None:
         """Wait until the replay has all closed chunks. Raises PeerTimeout."""
@@ -638,7 +655,7 @@ class UrlClient(ReplayClient):
     def _extended(self, shard: int, rows: Rows) -> NDArray[np.int64]:
         with self._extending_lock:
             if shard not in self._extending:
-                slots = self._slots(shard, 1)
+                slots = self._slots(shard, 1, None)  # all rows of a call go to the same replay
                 self._extending[shard] = slots, Extender(slots)
             slots, extender = self._extending[shard]
             try:
@@ -674,12 +691,14 @@ class UrlClient(ReplayClient):
         return key != NO_KEY
 
     def _writer_link(self, num_envs: int) -> UrlSlots:
-        return self._with_one(lambda shard: self._slots(shard, num_envs))
+        elsewhere = self._elsewhere if self._several else None
+        return self._with_one(lambda shard: self._slots(shard, num_envs, elsewhere))
 
-    def _slots(self, shard: int, streams: int) -> UrlSlots:
+    def _slots(
+        self, shard: int, streams: int, elsewhere: Callable[[ProcessLock], UrlLink] | None
+    ) -> UrlSlots:
         replay = self._replays[shard]
-        link = replay.open(self.timeout_s, 1)
-        return UrlSlots(link, replay.layout, streams, self._elsewhere if self._several else None)
+        return UrlSlots(replay.open(self.timeout_s, 1), replay.layout, streams, elsewhere)
 
     def _elsewhere(self, lock: ProcessLock) -> UrlLink:
         """A writer's link to the next shard, in place of one that did not answer."""

@@ -1,0 +1,307 @@
+"""`zapex replay --schema` and programs that use it by its URL, on machines of a simulated run.
+
+Server, links, writers and clients are the production classes. A client's call waits in a greenlet
+of its own: where a process would sleep, its turn is over.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from tests.simulation.checker import Memory
+from tests.simulation.cluster import BETA, CHUNK, STREAMS, Cluster, Host, Process
+from tests.simulation.network import SimDealers, SimListener
+from tests.simulation.truth import SCHEMA, TableStreams, Violation, length_of
+from zapex.chunks.batch import aligned_zeros
+from zapex.chunks.store import ChunkStore
+from zapex.errors import NotEnoughData, PeerTimeout
+from zapex.library import url_client, url_server
+from zapex.net.keys import Security
+from zapex.net.link import ZmqLink
+from zapex.net.server import LinkServer
+from zapex.net.shard_samples import ShardedSampleSource
+
+_WRITERS, _LOOKS = 8, 20
+_UrlSlots = url_client.UrlSlots
+_NETWORK = Security(insecure_network=True)
+
+
+def build(cluster: Cluster) -> None:
+    """Served replays and programs that use them, instead of a run."""
+    rng, hosts = cluster.time.rng, cluster.hosts
+    shards = rng.choice((1, 1, 2))
+    shape = SimpleNamespace(
+        shards=shards, capacity=rng.choice((1600, 3200)), samples_per_insert=rng.choice((0.0, 4.0)),
+        batch=rng.choice((4, 16)), prefetch=rng.choice((0, 2)),
+    )  # fmt: skip
+    cluster.library, cluster.checker.one_learner = shape, False
+    for shard in range(shards):
+        name = f"replay{shard}"
+        hosts[name] = ServedMachine(cluster, name, shard)
+    for i in range(rng.choice((1, 2, 3))):
+        hosts[f"client{i}"] = ClientMachine(cluster, f"client{i}", i)
+
+    def listen(url: str, security: Security, large_bytes: int, **_: Any) -> SimListener:
+        process = cluster.running
+        listener = SimListener(cluster.net, process, url, 1024)
+        process.sockets.append(listener)
+        return listener
+
+    def dial(url: str, security: Security, largest: int, connections: int) -> SimDealers:
+        process = cluster.running
+        dealers = SimDealers(cluster.net, process, url, connections)
+        process.sockets.append(dealers)
+        return dealers
+
+    class Slots(_UrlSlots):
+        """Says what must be there: all chunks that were closed before `settle` returned."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._closed: list[Any] = []
+
+        def grown(self, indices: Any, magnitudes: Any, closed: Any) -> None:
+            self._closed += [cluster.checker.look_at(self.store, slot)[:2] for slot in closed]
+            super().grown(indices, magnitudes, closed)
+
+        def settle(self) -> None:
+            super().settle()
+            cluster.checker.owed |= dict.fromkeys(self._closed, cluster.running.title)
+            self._closed.clear()
+
+    def look_while_idle(link: Any) -> None:
+        cluster.running.role.links.append(link)
+
+    class Shards(ShardedSampleSource):
+        """Its draws repeat."""
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._rng = np.random.default_rng(rng.getrandbits(60))
+
+    replaced: dict[Any, dict[str, Any]] = {
+        url_server: {
+            "listen": listen,
+            "LinkServer": partial(LinkServer, tell=cluster.tell),
+            "compile_kernels": lambda store: None,
+        },
+        url_client: {
+            "ZmqLink": partial(ZmqLink, dial=dial),
+            "ProcessLock": _Lock,
+            "UrlSlots": Slots,
+            "ShardedSampleSource": Shards,
+            "secrets": SimpleNamespace(randbits=rng.getrandbits, randbelow=rng.randrange),
+        },
+        url_client.UrlLink: {"look_while_idle": look_while_idle},
+        url_client.UrlClient: {"_tell": lambda client, text: cluster.tell(text)},
+    }
+    for owner, names in replaced.items():
+        for name, value in names.items():
+            setattr(owner, name, value)
+
+
+class _Lock:
+    """A ProcessLock: taken again by its owner; who only looks does not get it."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if self._taken and not blocking:
+            return False
+        self._taken += 1
+        return True
+
+    def release(self) -> None:
+        self._taken -= 1
+
+    def __enter__(self) -> None:
+        self._taken += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._taken -= 1
+
+
+class ServedMachine(Host):
+    """A served replay. Its memory outlives its processes."""
+
+    def __init__(self, cluster: Cluster, name: str, shard: int) -> None:
+        super().__init__(cluster, name)
+        self.watch = self._look
+        self._shard, self._looks = shard, 0
+
+    def begin(self) -> None:
+        shape = self.cluster.library
+        self.config = url_server.LibraryConfig(
+            schema=SCHEMA.to_json(), listen=f"tcp://{self._shard}:1", capacity=shape.capacity,
+            alpha=1.0, eps=0.0, writers=_WRITERS, min_size_to_sample=2 * shape.batch,
+            samples_per_insert=shape.samples_per_insert, insecure_network=True,
+        )  # fmt: skip
+        self.blocks = [aligned_zeros(self.config.nbytes)]
+        self.known = Memory(
+            f"{self.name} {self.boots}", shape.shards > 1, networked=False, with_learner=False,
+            served=True,
+        )  # fmt: skip
+        self.start({"replay": self._make})
+
+    def forget(self) -> None:
+        layout = self.config.layout
+        store = ChunkStore(self.blocks[0][: layout.tree_offset], layout.chunk_layout, layout.slots)
+        self.cluster.checker.lose(store, self.known)
+
+    def _make(self, process: Process) -> Any:
+        cluster, known = self.cluster, self.known
+        served = url_server.make_server(self.config, self.blocks[0], process.incarnation)
+        served.server.guard.close()  # its thread has nothing to guard here
+        known.limiter, known.began = served._limiter, len(served._replay)
+        served._replay.warn = cluster.tell
+        cluster.checker.watch(served._replay, known, lambda: cluster.net.ghost)
+        return served
+
+    def _look(self, process: Process) -> None:
+        served, checker = process.role, self.cluster.checker
+        checker.take(served._replay.store, self.known)
+        self._looks += 1
+        if self._looks % _LOOKS == 0:
+            checker.check_leaves(served._replay, self.known)
+            checker.check_slots(process.title, served._intake, served._replay)
+
+
+class ClientMachine(Host):
+    """A program that adds, draws and updates, visit after visit."""
+
+    def __init__(self, cluster: Cluster, name: str, number: int) -> None:
+        super().__init__(cluster, name)
+        self.place = number
+        self.calls = 0  # that were answered
+        self.programs: list[Any] = []  # those of the dead too: what they hold is not released
+
+    def begin(self) -> None:
+        self.start({"client": self._make})
+
+    def _make(self, process: Process) -> Any:
+        self.programs.append(Program(self, process))
+        return self.programs[-1]
+
+
+class Program:
+    """The role of a client's process."""
+
+    def __init__(self, host: ClientMachine, process: Process) -> None:
+        self._cluster, self._host, self._process = host.cluster, host, process
+        self.links: list[Any] = []
+        self._rng = random.Random(host.cluster.time.rng.getrandbits(60))
+        self._main = greenlet(self._run)
+        self._idle_until_s = 0.0
+
+    def do_work(self) -> int:
+        """Go on where it waits; beside it, idle links say hello."""
+        self.links = [link for link in self.links if link.look()]
+        if self._cluster.time.now_s >= self._idle_until_s:
+            self._main.switch()
+        return 0
+
+    def ready(self) -> bool:
+        """Whether a message has come."""
+        return any(socket.ready() for socket in self._process.sockets)
+
+    def wait(self) -> None:
+        """The turn is over."""
+        assert getcurrent() is self._main
+        self._main.parent.switch()
+
+    def _idle(self, seconds: float) -> None:
+        self._idle_until_s = self._cluster.time.now_s + seconds
+        self.wait()
+
+    def _run(self) -> None:
+        visits, shape = 0, self._cluster.library
+        while True:
+            visits += 1
+            client = None
+            try:
+                client = url_client.UrlClient(
+                    [f"tcp://{shard}:1" for shard in range(shape.shards)], SCHEMA,
+                    timeout_s=self._rng.choice((3.0, 10.0)), security=_NETWORK,
+                    prefetch=shape.prefetch,
+                )  # fmt: skip
+                self._visit(client, self._process.incarnation + visits)
+            except PeerTimeout as error:
+                self._cluster.tell(f"{self._process.title}: {error}")
+            if client is not None:
+                client.close()
+            self._idle(self._rng.uniform(0.0, 2.0))
+
+    def _visit(self, client: Any, incarnation: int) -> None:
+        """One client and one writer, until it has had enough."""
+        cluster, rng = self._cluster, self._rng
+        cluster.learners += 1
+        truth, who, number = cluster.checker.truth, cluster.learners, self._host.place
+        games = TableStreams(truth, number, incarnation, STREAMS)
+        writer = client.writer(STREAMS)
+        writer.reset(games.reset())
+        self._extended = 0
+        last, beta = rng.randint(50, 400), BETA if cluster.library.shards < 2 else 0.0
+        for _ in range(last):
+            if cluster.is_over:
+                break
+            what = rng.random()
+            if what < 0.7:
+                at = games._at
+                actions, priority = (truth.columns[n][at] for n in ("action", "priority"))
+                seen = games.step(actions)
+                self._until_done(
+                    partial(
+                        writer.add, action=actions, reward=seen.reward, next_obs=seen.obs,
+                        terminated=seen.terminated, truncated=seen.truncated, priority=priority,
+                    )
+                )  # fmt: skip
+            elif what < 0.75:
+                self._until_done(writer.flush)
+            elif what < 0.95:
+                try:
+                    batch = client.sample(cluster.library.batch, beta)
+                except NotEnoughData:
+                    continue
+                errors = cluster.checker.batch(batch, who, beta)
+                self._idle(rng.choice((0.1, 0.1, 0.1, 10.0)))
+                self._update(client, batch.keys, errors)
+            elif what < 0.98:
+                self._extend(client, who, incarnation)
+            else:
+                self._idle(rng.uniform(0.0, 1.0))
+        self._until_done(writer.close)
+
+    def _update(self, client: Any, keys: Any, errors: Any) -> None:
+        applied, stale = client.update_priorities(keys, errors)
+        if applied + stale != (keys >= 0).sum():
+            raise Violation(f"lost: of {keys} {applied} were updated, {stale} were gone")
+
+    def _extend(self, client: Any, who: int, incarnation: int) -> None:
+        """The next whole transitions of one more stream; each key is the key of its row."""
+        checker, rows = self._cluster.checker, self._rng.randint(1, 3 * CHUNK)
+        stamps = np.tile(np.array([self._host.place, incarnation, 99, 0]), (rows, 1))
+        stamps[:, 3] = self._extended + np.arange(rows)
+        self._extended += rows
+        table, known = checker.truth.find(stamps), checker.truth.columns
+        table = table[known["step"][table] < length_of(stamps)]  # the last begins none
+        names = ("obs", "action", "reward", "next_obs", "discount")
+        priorities = known["priority"][table]
+        keys = client.extend(**{name: known[name][table] for name in names}, priorities=priorities)
+        self._update(client, keys, priorities + checker.next_number(who))
+
+    def _until_done(self, call: Callable[[], object]) -> None:
+        """Again, until the replay answers: an error has changed nothing."""
+        while True:
+            try:
+                call()
+                self._host.calls += 1
+                return
+            except PeerTimeout as error:
+                self._cluster.tell(f"{self._process.title}: {error}")
+                self._idle(self._rng.uniform(0.0, 1.0))
