@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from types import CodeType
 from typing import Any
 
+from tests.simulation.mutants import mutant
 from tests.stress import steps
 
 FAULTS = Path(__file__).parent / "faults"
@@ -18,7 +19,12 @@ FAULTS = Path(__file__).parent / "faults"
 
 
 def fault(name: str) -> tuple[str, str, str]:
-    """The module of a planted fault, what is in it, and what is there instead."""
+    """The module of a planted fault, what is in it, and what is there instead.
+
+    name: of its file, or a number: of a mutant.
+    """
+    if name.isdigit():
+        return mutant(int(name))
     module, _, change = (FAULTS / f"{name}.txt").read_text().partition("\n")
     before, after = change.removesuffix("\n").split("\n---\n")
     return module, before, after

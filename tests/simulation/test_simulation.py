@@ -1,5 +1,6 @@
 """A simulated cluster: a run repeats from its seed, and what is planted in the code is found."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -37,6 +38,14 @@ def test_every_planted_fault_is_one_change_of_a_module() -> None:
         path = source.FAULTS.parents[2] / (module.replace(".", "/") + ".py")
         assert path.read_text().count(before) == 1, name
         assert before != after, name
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_a_mutant_is_one_change_of_a_function(number: int) -> None:
+    module, before, after = source.fault(str(number))
+    text = (source.FAULTS.parents[2] / (module.replace(".", "/") + ".py")).read_text()
+    assert text.count(before) == 1
+    assert ast.dump(ast.parse(text.replace(before, after))) != ast.dump(ast.parse(text))
 
 
 @pytest.mark.slow
