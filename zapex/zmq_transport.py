@@ -179,8 +179,6 @@ class ChunkSender:
         queue.sent = 0
 
     def _welcome(self, welcome: messages.Welcome, channel: int) -> None:
-        if channel == BULK and welcome.incarnation < self._server:
-            return  # read late: of a process before the one that has welcomed on SMALL
         numbers = welcome.actors["actor"].tolist()
         if self._numbers and numbers != self._numbers:
             raise Fenced(f"another host now has the actor numbers {self._numbers} of this one")

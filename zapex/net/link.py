@@ -68,6 +68,7 @@ class ZmqLink:
         largest = form.largest_answer_bytes if form is not None else 1 << 18
         self._dealers = dial(url, security, largest, 2)
         self._welcomed = [False, False]
+        self._server = 0  # the replay's incarnation that sent the last welcome on SMALL
         self._hello_s = [-HELLO_S, -HELLO_S]
         self._asked_s: list[float | None] = [None, None]  # when the first unanswered hello was sent
         self._heard_s = clock_s()
@@ -229,6 +230,10 @@ class ZmqLink:
                 f"the replay's chunks have {welcome.chunk} transitions, ours "
                 f"{form.layout.chunk}: start both from the same config"
             )
+        if channel == SMALL:
+            self._server = welcome.incarnation
+        elif welcome.incarnation < self._server:
+            return  # read late: of a process before that one, perhaps of another memory
         self._problem = ""
         self.welcome = welcome
         self._welcomed[channel] = True
