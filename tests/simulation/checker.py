@@ -236,10 +236,11 @@ class Checker:
         alone, memory.updater = memory.updater == who, who
         again, memory.restarted = memory.restarted, False
         self.updates += 1
-        if before is None:
+        # Another learner may have had the place in between, while this one's link was cut; then it
+        # sends again what was not acknowledged.
+        if before is None or not alone:
             return
-        # Another learner may have had the place in between, while this one's link was cut.
-        follows = at == before + 1 if alone and not memory.sharded else at > before
+        follows = at > before if memory.sharded else at == before + 1
         if not (follows or ((again or memory.served) and at >= before)):
             raise Violation(f"lost: {memory.name}: update {at} of {who} follows {before}")
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, greenlet
 
 from tests.simulation.checker import Memory
 from tests.simulation.cluster import BETA, CHUNK, STREAMS, Cluster, Host, Process
@@ -64,6 +64,7 @@ def build(cluster: Cluster) -> None:
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self._closed: list[Any] = []
+            self._title = cluster.running.title
 
         def grown(self, indices: Any, magnitudes: Any, closed: Any) -> None:
             self._closed += [cluster.checker.look_at(self.store, slot)[:2] for slot in closed]
@@ -71,7 +72,7 @@ def build(cluster: Cluster) -> None:
 
         def settle(self) -> None:
             super().settle()
-            cluster.checker.owed |= dict.fromkeys(self._closed, cluster.running.title)
+            cluster.checker.owed |= dict.fromkeys(self._closed, self._title)
             self._closed.clear()
 
     def look_while_idle(link: Any) -> None:
@@ -189,6 +190,18 @@ class ClientMachine(Host):
         return self.programs[-1]
 
 
+class _Calls(greenlet):
+    """Where a program's calls wait."""
+
+    over = False
+
+    def wait(self) -> None:
+        """The turn is over."""
+        if self.over:
+            raise GreenletExit
+        self.parent.switch()
+
+
 class Program:
     """The role of a client's process."""
 
@@ -196,8 +209,13 @@ class Program:
         self._cluster, self._host, self._process = host.cluster, host, process
         self.links: list[Any] = []
         self._rng = random.Random(host.cluster.time.rng.getrandbits(60))
-        self._main = greenlet(self._run)
+        self._main = _Calls(self._run)
         self._idle_until_s = 0.0
+
+    def end(self) -> None:
+        """The run is over: what it still calls ends."""
+        self._main.over = True
+        self._main.throw()
 
     def do_work(self) -> int:
         """Go on where it waits; beside it, idle links say hello."""
@@ -210,20 +228,15 @@ class Program:
         """Whether a message has come."""
         return any(socket.ready() for socket in self._process.sockets)
 
-    def wait(self) -> None:
-        """The turn is over."""
-        assert getcurrent() is self._main
-        self._main.parent.switch()
-
     def _idle(self, seconds: float) -> None:
         self._idle_until_s = self._cluster.time.now_s + seconds
-        self.wait()
+        self._main.wait()
 
     def _run(self) -> None:
         visits, shape = 0, self._cluster.library
         while True:
             visits += 1
-            client = None
+            client: Any = None
             try:
                 client = url_client.UrlClient(
                     [f"tcp://{shard}:1" for shard in range(shape.shards)], SCHEMA,
@@ -243,39 +256,39 @@ class Program:
         cluster.learners += 1
         truth, who, number = cluster.checker.truth, cluster.learners, self._host.place
         games = TableStreams(truth, number, incarnation, STREAMS)
-        writer = client.writer(STREAMS)
-        writer.reset(games.reset())
-        self._extended = 0
-        last, beta = rng.randint(50, 400), BETA if cluster.library.shards < 2 else 0.0
-        for _ in range(last):
-            if cluster.is_over:
-                break
-            what = rng.random()
-            if what < 0.7:
-                at = games._at
-                actions, priority = (truth.columns[n][at] for n in ("action", "priority"))
-                seen = games.step(actions)
-                self._until_done(
-                    partial(
-                        writer.add, action=actions, reward=seen.reward, next_obs=seen.obs,
-                        terminated=seen.terminated, truncated=seen.truncated, priority=priority,
-                    )
-                )  # fmt: skip
-            elif what < 0.75:
-                self._until_done(writer.flush)
-            elif what < 0.95:
-                try:
-                    batch = client.sample(cluster.library.batch, beta)
-                except NotEnoughData:
-                    continue
-                errors = cluster.checker.batch(batch, who, beta)
-                self._idle(rng.choice((0.1, 0.1, 0.1, 10.0)))
-                self._update(client, batch.keys, errors)
-            elif what < 0.98:
-                self._extend(client, who, incarnation)
-            else:
-                self._idle(rng.uniform(0.0, 1.0))
-        self._until_done(writer.close)
+        with client.writer(STREAMS) as writer:
+            writer.reset(games.reset())
+            self._extended = 0
+            last, beta = rng.randint(50, 400), BETA if cluster.library.shards < 2 else 0.0
+            for _ in range(last):
+                if cluster.is_over:
+                    break
+                what = rng.random()
+                if what < 0.7:
+                    at = games._at
+                    actions, priority = (truth.columns[n][at] for n in ("action", "priority"))
+                    seen = games.step(actions)
+                    self._until_done(
+                        partial(
+                            writer.add, action=actions, reward=seen.reward, next_obs=seen.obs,
+                            terminated=seen.terminated, truncated=seen.truncated, priority=priority,
+                        )
+                    )  # fmt: skip
+                elif what < 0.75:
+                    self._until_done(writer.flush)
+                elif what < 0.95:
+                    try:
+                        batch = client.sample(cluster.library.batch, beta)
+                    except NotEnoughData:
+                        continue
+                    errors = cluster.checker.batch(batch, who, beta)
+                    self._idle(rng.choice((0.1, 0.1, 0.1, 10.0)))
+                    self._update(client, batch.keys, errors)
+                elif what < 0.98:
+                    self._extend(client, who, incarnation)
+                else:
+                    self._idle(rng.uniform(0.0, 1.0))
+            self._until_done(writer.close)
 
     def _update(self, client: Any, keys: Any, errors: Any) -> None:
         applied, stale = client.update_priorities(keys, errors)

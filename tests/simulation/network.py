@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from greenlet import getcurrent
+
 from tests.simulation.clock import Timeline
 from zapex.errors import PeerError
 
@@ -245,7 +247,7 @@ class SimDealers:
         return any(self.inboxes)
 
     def wait(self, timeout_s: float, also: Sequence[int] = ()) -> None:
-        self.process.role.wait()
+        getcurrent().wait()
 
     def receive(self, number: int) -> list[Any] | None:
         self._current(number)

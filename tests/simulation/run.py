@@ -224,6 +224,9 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
         outcome.violation = str(violation)
     except Exception:
         outcome.violation = f"crash: {traceback.format_exc()}"
+    for host in cluster.hosts.values():
+        for program in host.programs if isinstance(host, library.ClientMachine) else ():
+            program.end()
     checker = cluster.checker
     time.say(f"outcome: {outcome.violation or 'fine'}")
     outcome.simulated_s = time.now_s

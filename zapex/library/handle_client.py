@@ -241,6 +241,10 @@ class HandleLink:
         if self._limited:  # others may wait for these rows
             self._owner.wake()
 
+    def give_up(self) -> None:
+        """End the link; what the owner can see of the writer's rows stays."""
+        self.close()
+
     def settle(self) -> None:
         """Nothing to do: the owner takes in commits before it answers a request."""
 

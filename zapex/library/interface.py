@@ -91,6 +91,9 @@ class SlotProvider(Protocol):
     def settle(self) -> None:
         """Wait until all clients can draw what was closed. Raises PeerTimeout."""
 
+    def give_up(self) -> None:
+        """End the link of a writer that could not be closed and that nobody closes again."""
+
 
 class Rows(NamedTuple):
     """Whole transitions, checked: B rows by the schema's column names.

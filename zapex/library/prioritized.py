@@ -206,6 +206,9 @@ class OwnedReplay(ReplayCore):
         self._streams -= streams
         self.ledger.reclaim(slots.tolist())
 
+    def give_up(self) -> None:
+        """Nothing to do: there is no link."""
+
     def admit(self, rows: int) -> None:
         """Wait until the limiter admits `rows` transitions. Raises ReplayError at the deadline."""
         if self._limiter is not None:

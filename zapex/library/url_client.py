@@ -228,6 +228,10 @@ class UrlSlots:
         self.settle()
         self.close()
 
+    def give_up(self) -> None:
+        """Close the link; chunks that were not acknowledged may be lost."""
+        self.close()
+
     def close(self) -> None:
         """Close the link."""
         self._link.close()

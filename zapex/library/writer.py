@@ -217,7 +217,11 @@ class Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:
+            self._replay.give_up()
+            raise
 
     def _last_of_step(
         self,

@@ -136,7 +136,8 @@ class Sessions:
                 self.connect(session, hello.channel, peer)
                 return Error(
                     Fault.FULL,
-                    f"all {self._roster.actors} actor numbers are in use: raise --actors there",
+                    f"all {self._roster.actors} actor numbers are in use: raise --actors there, or "
+                    "--writers of a replay without a run",
                 )
             session.actors = tuple(actors)
         session.heard_s = self._clock_s()
