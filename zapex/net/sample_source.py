@@ -207,7 +207,6 @@ class ZmqSampleSource:
         if request.refused is not None:
             return request.refused
         (message,) = request.come
-        self.epoch = message.epoch
         return message
 
     def forget(self, sequence: int) -> None:

@@ -275,6 +275,9 @@ class ShardedSampleSource:
         wanted = self._wanted.popleft()
         if job is None or job[0] is not batch or job[1] is not wanted:
             done = self._unpack(wanted, batch)
+        for part in wanted.parts:  # only now: keys of the batch before may be of a former memory
+            assert part.message is not None
+            self._sources[part.shard].epoch = part.message.epoch
         draw = self.shares.together(done)
         batch.keys[:] = draw.keys
         return draw
