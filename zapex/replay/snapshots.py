@@ -346,7 +346,10 @@ def _save(
 ) -> None:
     _demand_own_directory(folder)
     former = _manifest(folder)
-    _forget_unnamed(folder, former)  # a save that was killed has left files
+    # A save that was killed has left files. If it had renamed its manifest, the disk must know
+    # before the files of the one before it go.
+    sync_directory(folder)
+    _forget_unnamed(folder, former)
     same = saves.path == folder and _crc32(former) == saves.manifest_crc32
     known = saves.chunks if same else {}
     with replay.lock:
@@ -360,11 +363,11 @@ def _save(
             with replay.lock:
                 replay.ledger.on_evict = None
         text = _write_manifest(instant, chunks, folder, name, about)
-        os.replace(folder / f"{MANIFEST}.{name}", folder / MANIFEST)
     except BaseException:
-        with suppress(OSError):
-            _forget_unnamed(folder, _manifest(folder))
+        _forget_unnamed(folder, former)
         raise
+    os.replace(folder / f"{MANIFEST}.{name}", folder / MANIFEST)
+    sync_directory(folder)
     _forget_unnamed(folder, _manifest(folder))
     saves.path, saves.manifest_crc32, saves.chunks = folder, zlib.crc32(text), chunks
 
@@ -475,12 +478,7 @@ def _write_manifest(
 
 
 def _forget_unnamed(folder: Path, manifest: dict[str, Any] | None) -> None:
-    """Remove files of snapshots that the manifest does not name. An unreadable one names all.
-
-    First the manifest is synced: else its name could be lost with the power, also that of a save
-    that was killed, and the former manifest's files would be gone.
-    """
-    sync_directory(folder)
+    """Remove files of snapshots that the manifest does not name. An unreadable one names all."""
     wanted = {MANIFEST}
     if manifest is not None:
         wanted |= {manifest["state"]["file"], *(chunk[2] for chunk in manifest["chunks"].values())}
