@@ -421,12 +421,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 page.write_text(new)
     if not options.check:
         sumtree(of("sumtree")["sweep"]).savefig(RESULTS / "sumtree.png", dpi=120)
-        for name, tuned in (("learning", False), ("learning_tuning", True)):
+        for file, tuned in (("learning", False), ("learning_tuning", True)):
             runs = {
                 name: run for name, run in of("learning").items()
                 if (run["env"][4:-3] in learning.TUNING) == tuned
             }  # fmt: skip
-            learning.plot(runs).savefig(RESULTS / f"{name}.png", dpi=120)
+            learning.plot(runs).savefig(RESULTS / f"{file}.png", dpi=120)
     return int(options.check and changed)
 
 

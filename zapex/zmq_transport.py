@@ -82,7 +82,6 @@ class ChunkSender:
         self._most = link.form.most_pushed
         self._queues: dict[int, _Queue] = {}
         self._numbers: list[int] = []
-        self._server = 0  # the replay's incarnation that sent the last welcome on SMALL
         self._leaving: list[_Chunk] = []
         self.counts = dict.fromkeys(("chunks", "bytes", "acknowledged", "again"), 0)
         link.register({Kind.ACK: self._ack}, on_welcome=self._welcome)
@@ -183,11 +182,11 @@ class ChunkSender:
         if self._numbers and numbers != self._numbers:
             raise Fenced(f"another host now has the actor numbers {self._numbers} of this one")
         self._numbers = numbers
-        if channel == SMALL:
-            self._server = welcome.incarnation
         # There is no order between the two connections. A welcome on BULK may be older than the
         # last ack, so it must not lower the credit of that ack.
-        self._states(welcome.actors, late=channel == BULK and welcome.incarnation == self._server)
+        self._states(
+            welcome.actors, late=channel == BULK and welcome.incarnation == self._link.server
+        )
         if channel == BULK and welcome.fresh:
             for queue in self._queues.values():
                 self._again(queue)

@@ -71,7 +71,7 @@ from zapex.zmq_transport import (
 
 STREAMS, CHUNK, PREFETCH, PARAMETER_BYTES, BETA = 2, 8, 3, 1 << 12, 0.4
 _DAY_NS = 1_800_000_000 * 10**9
-_CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
+CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
 _SLEEP_S = 2.0, 0.5  # about; who has sockets looks for silence, too, each second
 
 
@@ -280,6 +280,18 @@ class Process:
         if life == self.life:
             self.held = False
 
+    def dial(self, url: str, security: Any, largest: int, connections: int) -> SimDealers:
+        """Its connections to a listener."""
+        dealers = SimDealers(self.host.cluster.net, self, url, connections)
+        self.sockets.append(dealers)
+        return dealers
+
+    def listen(self, url: str, *_: Any, **__: Any) -> SimListener:
+        """Its listener."""
+        listener = SimListener(self.host.cluster.net, self, url, 1024)
+        self.sockets.append(listener)
+        return listener
+
     def die(self, *, silent: bool = False) -> None:
         """It is gone. Its parent starts it again, if the machine is there."""
         self.life += 1
@@ -458,15 +470,10 @@ class Host:
         """A link to a shard."""
         cluster = self.cluster
 
-        def dial(url: str, security: Any, largest: int, connections: int) -> SimDealers:
-            dealers = SimDealers(cluster.net, process, url, connections)
-            process.sockets.append(dealers)
-            return dealers
-
         link = ZmqLink(
             f"tcp://{shard}:1", role, self.number, process.incarnation, form,
             cluster.settings(shard), Security(insecure_network=True), schema_hash=SCHEMA.hash,
-            actors=actors, dial=dial,
+            actors=actors, dial=process.dial,
         )  # fmt: skip
         process.links.append(link)
         return link
@@ -588,10 +595,9 @@ class ReplayMachine(Host):
         else:
             roster = Roster(memory.part_of("roster"), plan.actors, replay.store.header_rows)
             mailbox = memory.mailbox()
-            listener = SimListener(cluster.net, process, f"tcp://{self.shard}:1", 1024)
-            process.sockets.append(listener)
             server = LinkServer(
-                listener, cluster.form, cluster.settings(self.shard), roster,
+                process.listen(f"tcp://{self.shard}:1"), cluster.form,
+                cluster.settings(self.shard), roster,
                 incarnation=process.incarnation, params_version=lambda: mailbox.version,
                 takes_learner=not shape.learns_there, tell=cluster.tell,
             )  # fmt: skip
@@ -622,7 +628,7 @@ class ReplayMachine(Host):
         assert known is not None
         checker.take(server.replay.store, known)
         self._looks += 1
-        if self._looks % _CHECK_EVERY == 0:
+        if self._looks % CHECK_EVERY == 0:
             checker.check_leaves(server.replay, known)
             checker.check_slots(process.title, server.intake, server.replay)
             if known.networked:

@@ -31,13 +31,11 @@ class Disk:
     """Watches one directory while it is entered.
 
     look: called before each operation that matters, and at the end.
-    stops: at the operation of this number this is raised; None: at none.
     """
 
-    def __init__(
-        self, folder: Path, look: Callable[[], object], stops: tuple[int, type] | None = None
-    ) -> None:
-        self._folder, self._look, self._stops = folder, look, stops
+    def __init__(self, folder: Path, look: Callable[[], object]) -> None:
+        self._folder, self._look = folder, look
+        self._stops: tuple[int, type] | None = None
         self._now: dict[str, File] = {}
         self._durable: dict[str, File] = {}
         self._pending: list[tuple[str, File | None]] = []  # a name, and its file or None
@@ -57,9 +55,9 @@ class Disk:
         self._see()
         self._look()
 
-    def again(self, look: Callable[[], object], stops: tuple[int, type] | None = None) -> Self:
-        """The same disk for the next process."""
-        self._look, self._stops, self.operations = look, stops, 0
+    def process(self, stops: tuple[int, type] | None) -> Self:
+        """For the next process. At its operation of this number this is raised; None: at none."""
+        self._stops, self.operations = stops, 0
         return self
 
     def cut(self, into: Path, rng: random.Random) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 from greenlet import GreenletExit, greenlet
 
 from tests.simulation.checker import Memory
-from tests.simulation.cluster import BETA, CHUNK, STREAMS, Cluster, Host, Process
-from tests.simulation.network import SimDealers, SimListener
+from tests.simulation.cluster import BETA, CHECK_EVERY, CHUNK, STREAMS, Cluster, Host, Process
 from tests.simulation.truth import SCHEMA, TableStreams, Violation, length_of
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.store import ChunkStore
@@ -26,7 +25,7 @@ from zapex.net.link import ZmqLink
 from zapex.net.server import LinkServer
 from zapex.net.shard_samples import ShardedSampleSource
 
-_WRITERS, _LOOKS = 8, 20
+_WRITERS = 8
 _UrlSlots = url_client.UrlSlots
 _NETWORK = Security(insecure_network=True)
 
@@ -41,22 +40,15 @@ def build(cluster: Cluster) -> None:
     )  # fmt: skip
     cluster.library, cluster.checker.one_learner = shape, False
     for shard in range(shards):
-        name = f"replay{shard}"
-        hosts[name] = ServedMachine(cluster, name, shard)
+        hosts[f"replay{shard}"] = ServedMachine(cluster, f"replay{shard}", shard)
     for i in range(rng.choice((1, 2, 3))):
         hosts[f"client{i}"] = ClientMachine(cluster, f"client{i}", i)
 
-    def listen(url: str, security: Security, large_bytes: int, **_: Any) -> SimListener:
-        process = cluster.running
-        listener = SimListener(cluster.net, process, url, 1024)
-        process.sockets.append(listener)
-        return listener
+    def listen(*args: Any, **more: Any) -> Any:
+        return cluster.running.listen(*args, **more)
 
-    def dial(url: str, security: Security, largest: int, connections: int) -> SimDealers:
-        process = cluster.running
-        dealers = SimDealers(cluster.net, process, url, connections)
-        process.sockets.append(dealers)
-        return dealers
+    def dial(*args: Any) -> Any:
+        return cluster.running.dial(*args)
 
     class Slots(_UrlSlots):
         """Says what must be there: all chunks that were closed before `settle` returned."""
@@ -168,7 +160,7 @@ class ServedMachine(Host):
         served, checker = process.role, self.cluster.checker
         checker.take(served._replay.store, self.known)
         self._looks += 1
-        if self._looks % _LOOKS == 0:
+        if self._looks % CHECK_EVERY == 0:
             checker.check_leaves(served._replay, self.known)
             checker.check_slots(process.title, served._intake, served._replay)
 

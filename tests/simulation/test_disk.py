@@ -88,7 +88,7 @@ def saved_and_cut(kind: Any, folder: Path, seed: int) -> int:
         allowed = {*allowed, kind.found(on_disk) + 1}
         stops = rng.choice([None, (rng.randint(1, 12), OSError), (rng.randint(1, 12), Killed)])
         try:
-            with a_disk.again(look, stops):
+            with a_disk.process(stops):
                 saver.save()
             allowed = {max(allowed)}
         except (CheckpointError, Killed):

@@ -659,7 +659,9 @@ class UrlClient(ReplayClient):
     def _extended(self, shard: int, rows: Rows) -> NDArray[np.int64]:
         with self._extending_lock:
             if shard not in self._extending:
-                slots = self._slots(shard, 1, None)  # all rows of a call go to the same replay
+                replay = self._replays[shard]
+                # It never moves: all rows of a call are at the replay that is asked for their keys.
+                slots = UrlSlots(replay.open(self.timeout_s, 1), replay.layout, 1)
                 self._extending[shard] = slots, Extender(slots)
             slots, extender = self._extending[shard]
             try:
@@ -695,14 +697,12 @@ class UrlClient(ReplayClient):
         return key != NO_KEY
 
     def _writer_link(self, num_envs: int) -> UrlSlots:
-        elsewhere = self._elsewhere if self._several else None
-        return self._with_one(lambda shard: self._slots(shard, num_envs, elsewhere))
+        return self._with_one(lambda shard: self._slots(shard, num_envs))
 
-    def _slots(
-        self, shard: int, streams: int, elsewhere: Callable[[ProcessLock], UrlLink] | None
-    ) -> UrlSlots:
+    def _slots(self, shard: int, streams: int) -> UrlSlots:
         replay = self._replays[shard]
-        return UrlSlots(replay.open(self.timeout_s, 1), replay.layout, streams, elsewhere)
+        link = replay.open(self.timeout_s, 1)
+        return UrlSlots(link, replay.layout, streams, self._elsewhere if self._several else None)
 
     def _elsewhere(self, lock: ProcessLock) -> UrlLink:
         """A writer's link to the next shard, in place of one that did not answer."""

@@ -33,7 +33,8 @@ class ZmqLink:
     compress what is pushed, and ask for compressed batches. dial: makes the connections.
 
     `do_work` raises Refused or Fenced when the replay does not accept this client any more.
-    over: why the run has ended; "" while it runs.
+    over: why the run has ended; "" while it runs. server: the replay's incarnation that sent the
+    last welcome on SMALL.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ZmqLink:
         largest = form.largest_answer_bytes if form is not None else 1 << 18
         self._dealers = dial(url, security, largest, 2)
         self._welcomed = [False, False]
-        self._server = 0  # the replay's incarnation that sent the last welcome on SMALL
+        self.server = 0
         self._hello_s = [-HELLO_S, -HELLO_S]
         self._asked_s: list[float | None] = [None, None]  # when the first unanswered hello was sent
         self._heard_s = clock_s()
@@ -231,8 +232,8 @@ class ZmqLink:
                 f"{form.layout.chunk}: start both from the same config"
             )
         if channel == SMALL:
-            self._server = welcome.incarnation
-        elif welcome.incarnation < self._server:
+            self.server = welcome.incarnation
+        elif welcome.incarnation < self.server:
             return  # read late: of a process before that one, perhaps of another memory
         self._problem = ""
         self.welcome = welcome

@@ -137,7 +137,7 @@ class Sessions:
                 return Error(
                     Fault.FULL,
                     f"all {self._roster.actors} actor numbers are in use: raise --actors there, or "
-                    "--writers of a replay without a run",
+                    "--writers of `zapex replay --schema`",
                 )
             session.actors = tuple(actors)
         session.heard_s = self._clock_s()
