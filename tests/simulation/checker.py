@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.simulation.truth import Life, Longs, Truth, Violation
+from tests.simulation.truth import STACK, Life, Longs, Truth, Violation
 from zapex.chunks.batch import Batch
 from zapex.chunks.keys import GENERATION_MASK, GENERATION_SHIFT, slots_and_rows
 from zapex.chunks.layout import (
@@ -59,6 +59,7 @@ class Memory:
     networked: bool
     with_learner: bool  # whose updates wait in this memory
     served: bool = False  # to programs: numbers are a link's, and an update may come twice
+    taken: Longs | None = None  # of an owner's ledger: rows can be drawn as they come
     newest: int = 0  # commit sequence
     next: dict[Life, int] = field(default_factory=dict)
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -67,6 +68,8 @@ class Memory:
     """Of the truth, by slot and row."""
     leaves: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """What each row is drawn by, after all updates."""
+    counted: Longs = field(default_factory=lambda: np.empty(0, np.int64))
+    """Rows of each slot that grows."""
     total: int = 0  # transitions that came
     told: dict[int, float] = field(default_factory=dict)  # chunks of an actor, by the statistics
     # Of the server's process.
@@ -116,12 +119,11 @@ class Checker:
         def on_evict(slot: int) -> None:
             if not dead():
                 self.take(replay.store, memory)
-                rows = replay.store.header_rows
-                if (
-                    rows[slot, COMMIT_SEQUENCE]
-                    > rows[rows[:, STATE] == LIVE, COMMIT_SEQUENCE].min()
-                ):
+                ages = replay.store.header_rows[[slot, *replay.ledger.live], COMMIT_SEQUENCE]
+                if ages[0] > ages.min():
                     raise Violation(f"lost: {memory.name} evicts {slot}, which is not the oldest")
+                if memory.taken is not None:
+                    memory.counted[slot] = 0
 
         def reprioritised(keys: Longs, values: NDArray[np.float64]) -> Any:
             if not dead():
@@ -135,7 +137,15 @@ class Checker:
                 self._check_draw(replay, memory, found)
             return found
 
+        def sequences_drawn(rows: int, asked: Any) -> Any:
+            found = draw_sequences(rows, asked)
+            if not dead():
+                memory.drawn += rows * (asked.length - 1)  # `draw` has counted one step of each
+            return found
+
         watched.reprioritise, watched.draw = reprioritised, drawn
+        if memory.served:
+            draw_sequences, watched.draw_sequences = watched.draw_sequences, sequences_drawn
         watched.ledger.on_evict = on_evict
 
     def look_at(self, store: ChunkStore, slot: int) -> tuple[Life, int, Longs]:
@@ -158,6 +168,10 @@ class Checker:
         if not len(memory.rows):
             memory.rows = np.zeros((store.slots, store.layout.chunk), np.int64)
             memory.leaves = np.zeros(memory.rows.shape)
+            memory.counted = np.zeros(store.slots, np.int64)
+        if memory.taken is not None:
+            self._take_rows(store, memory)
+            return
         new = np.flatnonzero((rows[:, COMMIT_SEQUENCE] > memory.newest) & (rows[:, STATE] == LIVE))
         for slot in new[np.argsort(rows[new, COMMIT_SEQUENCE])].tolist() if len(new) else ():
             header = rows[slot]
@@ -187,6 +201,32 @@ class Checker:
                 self._check_host(memory, int(header[ACTOR]), int(header[HOST]))
 
     @staticmethod
+    def _counts(store: ChunkStore, memory: Memory) -> Longs:
+        """How many rows of each slot can be drawn."""
+        rows, taken = store.header_rows, memory.taken
+        counts = rows[:, COUNT] if taken is None else np.where(taken < 0, rows[:, COUNT], taken)
+        return np.where(rows[:, STATE] == LIVE, counts, 0)
+
+    def _take_rows(self, store: ChunkStore, memory: Memory) -> None:
+        """Account for rows of slots that grow."""
+        counts = self._counts(store, memory)
+        grown = np.flatnonzero(counts > memory.counted).tolist()
+        for (life, first, table), slot in sorted(
+            ((self.look_at(store, slot), slot) for slot in grown), key=lambda one: one[0][:2]
+        ):
+            at, end = int(memory.counted[slot]), int(counts[slot])
+            if first + at != memory.next.get(life, 0):
+                wanted = memory.next.get(life, 0)
+                what = "doubled" if first + at < wanted else "lost"
+                raise Violation(f"{what}: {memory.name}: {life} from {first + at}, not {wanted}")
+            memory.rows[slot, at:end] = table[at:end]
+            memory.leaves[slot, at:end] = self.truth.columns["priority"][table[at:end]]
+            memory.total += end - at
+            memory.next[life] = self.reached[life] = first + end
+            self.arrived.add((life, first))
+        memory.counted = counts
+
+    @staticmethod
     def _check_host(memory: Memory, actor: int, host: int) -> None:
         hosts = memory.hosts.setdefault(actor, [])
         if host in hosts[:-1]:
@@ -204,9 +244,11 @@ class Checker:
 
     def _check_draw(self, replay: ReplayCore, memory: Memory, draw: Any) -> None:
         self.take(replay.store, memory)
-        if memory.limiter.config.samples_per_insert and memory.limiter.owed < 0:
-            raise Violation(f"limiter: {memory.name} drew more than is owed: {memory.limiter.owed}")
-        if memory.total < memory.limiter.config.min_size_to_sample:
+        limiter = memory.limiter
+        if limiter is not None and limiter.config.samples_per_insert and limiter.owed < 0:
+            raise Violation(f"limiter: {memory.name} drew more than is owed: {limiter.owed}")
+        least = replay.min_size_to_sample if limiter is None else limiter.config.min_size_to_sample
+        if memory.total < least:
             raise Violation(f"limiter: {memory.name} draws when {memory.total} have come")
         memory.drawn += len(draw.keys)
         if not self._live(replay, draw.keys).all():
@@ -247,9 +289,8 @@ class Checker:
     def check_leaves(self, replay: ReplayCore, memory: Memory) -> None:
         """Every live row can be drawn by its own priority, and no other one."""
         self.take(replay.store, memory)
-        chunk, rows = replay.layout.chunk, replay.store.header_rows
-        leaves = self._leaves(replay)
-        counts = np.where(rows[:, STATE] == LIVE, rows[:, COUNT], 0)
+        chunk, leaves = replay.layout.chunk, self._leaves(replay)
+        counts = self._counts(replay.store, memory)
         there = np.arange(chunk) < counts[:, None]
         if (leaves[~there] != 0.0).any():
             raise Violation(f"foreign: {memory.name} can draw a row that is not live")
@@ -271,14 +312,15 @@ class Checker:
     @staticmethod
     def _check_limiter(memory: Memory) -> None:
         """What is charged is what came since the limiter opened, and what may come yet."""
-        limiter, least = memory.limiter, memory.limiter.config.min_size_to_sample
-        if not limiter.open:
+        limiter = memory.limiter
+        if limiter is None or not limiter.open:
             return
         opened = limiter.outstanding + limiter._committed - limiter._charged
         known = opened if memory.opened is None else memory.opened
         memory.opened = opened
-        first = max(least, memory.began)
-        fits = first <= opened < first + memory.rows.shape[1]
+        first = max(limiter.config.min_size_to_sample, memory.began)
+        one_more = memory.rows.shape[1] if memory.taken is None else np.inf  # a program adds many
+        fits = first <= opened < first + one_more
         if opened != known or not fits or limiter._sampled != memory.drawn:
             raise Violation(
                 f"limiter: {memory.name} opened with {opened}, once {known}, and counts "
@@ -318,6 +360,26 @@ class Checker:
         if limiter.config.samples_per_insert and not (limiter.owed <= limiter.config.tolerance):
             raise Violation(f"limiter: {name}: {limiter.owed} samples are owed")
 
+    @staticmethod
+    def check_owner(name: str, replay: Any) -> None:
+        """As check_slots, where links fill slots while they are live."""
+        ledger, server = replay.ledger, replay.server
+        granted = {link: slots for link, slots in server._reclaimer.granted.items() if slots}
+        if not server._links.keys() >= granted.keys():
+            raise Violation(f"lost: {name}: {granted} are held, {server._links.keys()} are there")
+        held = [slot for slots in granted.values() for slot in slots]
+        owned = ledger.free_slots + ledger.live + ledger.quarantined + held
+        if sorted(owned) != list(range(replay.store.slots)):
+            raise Violation(f"lost: {name} has the slots {sorted(owned)}")
+        if sorted(held) != np.flatnonzero(ledger.taken >= 0).tolist():
+            raise Violation(f"foreign: {name} grants {held}, and others fill {ledger.taken}")
+
+    @staticmethod
+    def demand(memory: Memory, life: Life, end: int) -> None:
+        """Rows of a life were announced up to here: they can be drawn."""
+        if memory.next.get(life, 0) < end:
+            raise Violation(f"lost: {memory.name}: {life} has announced {end} rows")
+
     # The other sides.
 
     def owe(self, store: ChunkStore, slots: Any, who: str) -> None:
@@ -356,6 +418,30 @@ class Checker:
                 raise Violation(f"foreign: weights {weights} of rows of {given}")
         self.rows += len(table)
         return errors + self.next_number(who)
+
+    def sequences(self, batch: Any) -> None:
+        """Each is of consecutive steps of one stream, and nothing follows them."""
+        columns = self.truth.columns
+        for i in range(len(batch.keys)):
+            steps = int(batch.valid[i].sum())
+            if (batch.keys[i] < 0) != (steps == 0) or not batch.valid[i, :steps].all():
+                raise Violation(f"torn: a sequence of key {batch.keys[i]} has {batch.valid[i]}")
+            if not steps:
+                continue
+            frames = batch.obs[i]
+            seen = np.lib.stride_tricks.sliding_window_view(frames, STACK, axis=0)
+            seen = np.moveaxis(seen, -1, 1)  # (observations, STACK, FRAME_WORDS)
+            rows = {name: batch[name][i, :steps] for name in ("action", "reward", "discount")}
+            table = self.truth.check({"obs": seen[:steps], **rows}, "a sequence")
+            stamps = seen[:steps, -1, :4]
+            follows = stamps[0] + np.arange(steps)[:, None] * np.array([0, 0, 0, 1])
+            if (stamps != follows).any() or batch.reset[i] != (columns["step"][table[0]] == 0):
+                raise Violation(f"torn: a sequence of {stamps.tolist()}, reset {batch.reset[i]}")
+            goes_on = rows["discount"] > 0
+            after = seen[batch.bootstrap[i, :steps]]
+            if (after != columns["next_obs"][table])[goes_on].any():
+                raise Violation(f"torn: a sequence of {stamps.tolist()} goes on with {after}")
+            self.rows += steps
 
     def next_number(self, who: int) -> np.float32:
         """A learner's life learns once more: what the priorities carry, so that they tell when."""

@@ -20,7 +20,7 @@ class Timeline:
     def __init__(self, seed: int) -> None:
         Timeline.newest = self
         self.now_s = 0.0
-        self.rng = random.Random(seed)
+        self.seed, self.rng = seed, random.Random(seed)
         self.history: list[str] = []
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()

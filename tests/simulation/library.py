@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from greenlet import GreenletExit, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 
 from tests.simulation.checker import Memory
 from tests.simulation.cluster import BETA, CHECK_EVERY, CHUNK, STREAMS, Cluster, Host, Process
@@ -37,6 +37,7 @@ def build(cluster: Cluster) -> None:
     shape = SimpleNamespace(
         shards=shards, capacity=rng.choice((1600, 3200)), samples_per_insert=rng.choice((0.0, 4.0)),
         batch=rng.choice((4, 16)), prefetch=rng.choice((0, 2)),
+        sequences=random.Random(f"recurrent {cluster.time.seed}").random() < 0.3,
     )  # fmt: skip
     cluster.library, cluster.checker.one_learner = shape, False
     for shard in range(shards):
@@ -172,13 +173,14 @@ class ClientMachine(Host):
         super().__init__(cluster, name)
         self.place = number
         self.calls = 0  # that were answered
-        self.programs: list[Any] = []  # those of the dead too: what they hold is not released
+        self.programs: list[Program] = []  # those of the dead too: what they hold is not released
 
     def begin(self) -> None:
-        self.start({"client": self._make})
+        self.start({"client": partial(self.make, UrlProgram)})
 
-    def _make(self, process: Process) -> Any:
-        self.programs.append(Program(self, process))
+    def make(self, kind: "type[Program]", process: Process) -> "Program":
+        """A new life of its program."""
+        self.programs.append(kind(self, process))
         return self.programs[-1]
 
 
@@ -195,9 +197,13 @@ class _Calls(greenlet):
 
 
 class Program:
-    """The role of a client's process."""
+    """The role of a client's process. A call that raises one of `again` has changed nothing."""
 
-    def __init__(self, host: ClientMachine, process: Process) -> None:
+    ends: tuple[type[Exception], ...]
+    again: tuple[type[Exception], ...]
+    pause_s = 10.0  # at most, between a batch and its priorities
+
+    def __init__(self, host: Any, process: Process) -> None:
         self._cluster, self._host, self._process = host.cluster, host, process
         self.links: list[Any] = []
         self._rng = random.Random(host.cluster.time.rng.getrandbits(60))
@@ -206,38 +212,44 @@ class Program:
 
     def end(self) -> None:
         """The run is over: what it still calls ends."""
-        self._main.over = True
+        self._main.over, self._main.parent = True, getcurrent()
         self._main.throw()
 
     def do_work(self) -> int:
         """Go on where it waits; beside it, idle links say hello."""
         self.links = [link for link in self.links if link.look()]
         if self._cluster.time.now_s >= self._idle_until_s:
+            self._main.parent = getcurrent()  # that of another program which stands still
             self._main.switch()
         return 0
 
+    def connect(self) -> Any:
+        """A client. Raises one of `ends`."""
+        raise NotImplementedError
+
+    def use_once_more(self, client: Any) -> None:
+        """Somebody catches the error, and goes on with the same client."""
+
     def ready(self) -> bool:
-        """Whether a message has come."""
-        return any(socket.ready() for socket in self._process.sockets)
+        """Whether something has come."""
+        raise NotImplementedError
 
     def _idle(self, seconds: float) -> None:
         self._idle_until_s = self._cluster.time.now_s + seconds
         self._main.wait()
 
     def _run(self) -> None:
-        visits, shape = 0, self._cluster.library
-        while True:
+        visits = 0
+        while not self._main.over:
             visits += 1
             client: Any = None
             try:
-                client = url_client.UrlClient(
-                    [f"tcp://{shard}:1" for shard in range(shape.shards)], SCHEMA,
-                    timeout_s=self._rng.choice((3.0, 10.0)), security=_NETWORK,
-                    prefetch=shape.prefetch,
-                )  # fmt: skip
+                client = self.connect()
                 self._visit(client, self._process.incarnation + visits)
-            except PeerTimeout as error:
+            except self.ends as error:
                 self._cluster.tell(f"{self._process.title}: {error}")
+                if client is not None:
+                    self.use_once_more(client)
             if client is not None:
                 client.close()
             self._idle(self._rng.uniform(0.0, 2.0))
@@ -274,10 +286,14 @@ class Program:
                     except NotEnoughData:
                         continue
                     errors = cluster.checker.batch(batch, who, beta)
-                    self._idle(rng.choice((0.1, 0.1, 0.1, 10.0)))
+                    self._idle(rng.choice((0.1, 0.1, 0.1, self.pause_s)))
                     self._update(client, batch.keys, errors)
                 elif what < 0.98:
-                    self._extend(client, who, incarnation)
+                    (self._follow if cluster.library.sequences else self._extend)(
+                        client, who, incarnation
+                    )
+                elif what < 0.985 and cluster.library.sequences:
+                    self._look(client)
                 else:
                     self._idle(rng.uniform(0.0, 1.0))
             self._until_done(writer.close)
@@ -300,6 +316,22 @@ class Program:
         keys = client.extend(**{name: known[name][table] for name in names}, priorities=priorities)
         self._update(client, keys, priorities + checker.next_number(who))
 
+    def _follow(self, client: Any, who: int, incarnation: int) -> None:
+        """Sequences, where no rows of `extend` are."""
+        length, burn_in = self._rng.randint(1, 12), self._rng.randint(0, 3)
+        try:
+            batch = client.sample_sequences(4, length, burn_in=burn_in)
+        except NotEnoughData:
+            return
+        self._cluster.checker.sequences(batch)
+
+    def _look(self, client: Any) -> None:
+        """What the replay says of itself."""
+        facts = client.stats()
+        client.can_sample(self._cluster.library.batch)
+        if not 0 <= facts["size"] <= facts["capacity"] or len(client) < 0:
+            raise Violation(f"foreign: {facts}")
+
     def _until_done(self, call: Callable[[], object]) -> None:
         """Again, until the replay answers: an error has changed nothing."""
         while True:
@@ -307,6 +339,22 @@ class Program:
                 call()
                 self._host.calls += 1
                 return
-            except PeerTimeout as error:
+            except self.again as error:
                 self._cluster.tell(f"{self._process.title}: {error}")
                 self._idle(self._rng.uniform(0.0, 1.0))
+
+
+class UrlProgram(Program):
+    """One that uses the served replays."""
+
+    ends = again = (PeerTimeout,)
+
+    def connect(self) -> Any:
+        shape = self._cluster.library
+        return url_client.UrlClient(
+            [f"tcp://{shard}:1" for shard in range(shape.shards)], SCHEMA,
+            timeout_s=self._rng.choice((3.0, 10.0)), security=_NETWORK, prefetch=shape.prefetch,
+        )  # fmt: skip
+
+    def ready(self) -> bool:
+        return any(socket.ready() for socket in self._process.sockets)

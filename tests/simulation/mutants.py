@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MODULES = (
-    "zapex/chunks/ledger.py", "zapex/host/roster.py", "zapex/library/url_client.py",
-    "zapex/library/url_server.py", "zapex/net/link.py", "zapex/net/replay_ends.py",
-    "zapex/net/sample_source.py", "zapex/net/sessions.py", "zapex/net/shard_samples.py",
-    "zapex/replay/limiter.py", "zapex/roles/intake.py", "zapex/roles/learner.py",
-    "zapex/roles/relay.py", "zapex/shm_transport.py", "zapex/zmq_transport.py",
+    "zapex/chunks/ledger.py", "zapex/host/roster.py", "zapex/library/handle_client.py",
+    "zapex/library/handle_server.py", "zapex/library/url_client.py", "zapex/library/url_server.py",
+    "zapex/net/link.py", "zapex/net/replay_ends.py", "zapex/net/sample_source.py",
+    "zapex/net/sessions.py", "zapex/net/shard_samples.py", "zapex/replay/limiter.py",
+    "zapex/roles/intake.py", "zapex/roles/learner.py", "zapex/roles/relay.py",
+    "zapex/shm_transport.py", "zapex/zmq_transport.py",
 )  # fmt: skip
 ROOT = Path(__file__).parents[2]
 _OPPOSITE = {

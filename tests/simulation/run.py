@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation import library
+from tests.simulation import handles, library
 from tests.simulation.clock import Timeline
 from tests.simulation.cluster import ActorMachine, Cluster, LearnerMachine, Process, ReplayMachine
 from tests.simulation.truth import Violation
@@ -45,6 +45,11 @@ STEPS = {
     "learner on a network": _MAILBOX,
     "served replay": _REPLAY,
     "client": [],
+    "owner": [],
+    "program": [
+        "slot-opened", "frame-written", "row-written", "chunk-stamped", "chunk-committed", *_RING,
+        "batch-requested", "columns-copied", "rows-copied", "update-written", "update-sent",
+    ],
     "relay": [*_GRANTS, *_ACTORS, *_MAILBOX],
     "join": [],
 }  # fmt: skip
@@ -87,14 +92,20 @@ KINDS = {
     "power": 1,
     "clock": 2,
 }
+_OF_ONE_MACHINE = {"die": 10, "stop": 10, "power": 1, "clock": 1}
+
+
+def _has_handles(seed: int) -> bool:
+    return seed % 10 == 8
 
 
 def faults_of(seed: int) -> list[Fault]:
     """A run's faults. Some runs have few, so that others are not hidden by them."""
     rng = random.Random(f"faults {seed}")
-    kinds = rng.sample(list(KINDS), rng.randint(1, len(KINDS)))
+    weights = _OF_ONE_MACHINE if _has_handles(seed) else KINDS
+    kinds = rng.sample(list(weights), rng.randint(1, len(weights)))
     many = rng.choice((3, 15, 30, 60))
-    chosen = rng.choices(kinds, [KINDS[kind] for kind in kinds], k=many)
+    chosen = rng.choices(kinds, [weights[kind] for kind in kinds], k=many)
     faults = [
         Fault(rng.uniform(0, FAULTY_S), kind, tuple(rng.random() for _ in range(4)))
         for kind in chosen
@@ -207,6 +218,8 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
     cluster = Cluster(time)
     if seed % 5 == 2:
         library.build(cluster)
+    elif _has_handles(seed):
+        handles.build(cluster)
     else:
         cluster.build()
     outcome = Outcome(seed, faults, history=time.history, shape=cluster.library or cluster.shape)

@@ -27,7 +27,7 @@ def test_a_seed_that_failed_is_fine(seed: int) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("seed", [34, 42, 43])
+@pytest.mark.parametrize("seed", [28, 42, 43])
 def test_a_seed_gives_the_same_history_each_time_and_is_fine(seed: int) -> None:
     histories = []
     for hash_seed in (1, 2):
