@@ -63,8 +63,11 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def predict(self, obs, state=None, episode_start=None, deterministic=True):
-        """What Stable-Baselines3's evaluation asks."""
-        return self(obs)[0].argmax(1).numpy(), state
+        """What Stable-Baselines3's evaluation asks. PPO plays its policy, as in CleanRL."""
+        out = self(obs)[0]
+        if self.critic is not None:
+            return torch.distributions.Categorical(logits=out).sample().numpy(), state
+        return out.argmax(1).numpy(), state
 
 
 def pqn_returns(rewards, values, goes_on):
