@@ -115,14 +115,14 @@ def tuning() -> Iterator[Row]:
     for variant in sorted(variants, key=lambda one: (not one.endswith("preset"), one)):
         cells = []
         for env in envs:
-            one = scores.get((env, variant))
-            last, there = (one and human_share(env, one[w]) for w in ("p50", "return_there"))
-            cells.append(f"{last:.2f}; {there:.2f}" if one else "")
+            one = scores.get((env, variant), {})
+            shares = [human_share(env, one[w]) for w in ("p50", "return_there") if w in one]
+            cells.append("; ".join(f"{share:.2f}" for share in shares))
         rates = [
             run["batches"] / run["curve"][-1][0] for run in of("learning").values()
-            if run["variant"] == variant and run["env"] in envs
+            if run["variant"] == variant and run["env"] in envs and "batches" in run
         ]  # fmt: skip
-        yield variant, f"{np.median(rates):.1f}", *cells
+        yield variant, f"{np.median(rates):.1f}" if rates else "", *cells
 
 
 def learners() -> Iterator[Row]:
