@@ -448,7 +448,7 @@ class Checker:
         self.batches += 1
         at = self.learners[who] = self.learners.get(who, -1) + 1
         after = sum(self.learners[one] for one in self.learners if one > who)
-        if self.one_learner and after > 20 and at > self._last_at[who] + 20:
+        if self.one_learner and after > 20 and at > self._last_at.get(who, 0) + 20:
             raise Violation("foreign: two learners learn")
         if not after:
             self._last_at[who] = at

@@ -263,7 +263,6 @@ class OwnerMachine(Host):
         super().__init__(cluster, "replay0")
         self.watch = self._look
         self.handle: Any = None  # as it was sent to the others last
-        self.known: Memory | None = None
         self._owed: dict[Life, int] = {}  # the end of the rows that were announced
         self._looks = 0
 
