@@ -329,7 +329,8 @@ class Program:
         """What the replay says of itself."""
         facts = client.stats()
         client.can_sample(self._cluster.library.batch)
-        if not 0 <= facts["size"] <= facts["capacity"] or len(client) < 0:
+        len(client)
+        if facts["size"] > facts["capacity"]:
             raise Violation(f"foreign: {facts}")
 
     def _until_done(self, call: Callable[[], object]) -> None:
