@@ -148,6 +148,27 @@ class Checker:
             draw_sequences, watched.draw_sequences = watched.draw_sequences, sequences_drawn
         watched.ledger.on_evict = on_evict
 
+    def leaves_of(self, store: ChunkStore, memory: Memory) -> dict[tuple[Life, int], Any]:
+        """By what each live row is drawn, chunk by chunk."""
+        self.take(store, memory)
+        live = np.flatnonzero(store.header_rows[:, STATE] == LIVE).tolist()
+        return {self.look_at(store, slot)[:2]: memory.leaves[slot].tolist() for slot in live}
+
+    def restored(
+        self, replay: ReplayCore, memory: Memory, saved: dict[tuple[Life, int], Any]
+    ) -> None:
+        """A new memory begins with what an older one had when it was saved."""
+        rows, shape = replay.store.header_rows, (replay.store.slots, replay.layout.chunk)
+        memory.rows, memory.leaves = np.zeros(shape, np.int64), self._leaves(replay).copy()
+        memory.counted, memory.total = np.zeros(shape[0], np.int64), len(replay)
+        for slot in np.flatnonzero(rows[:, STATE] == LIVE).tolist():
+            life, first, table = self.look_at(replay.store, slot)
+            memory.rows[slot, : len(table)] = table
+            memory.next[life] = max(memory.next.get(life, 0), first + len(table))
+        memory.newest = int(rows[:, COMMIT_SEQUENCE].max())
+        if self.leaves_of(replay.store, memory) != saved:
+            raise Violation(f"lost: {memory.name} does not begin with what was saved")
+
     def look_at(self, store: ChunkStore, slot: int) -> tuple[Life, int, Longs]:
         """A chunk that is whole: its life, its first number, its rows of the truth."""
         count = int(store.header_rows[slot, COUNT])

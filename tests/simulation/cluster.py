@@ -8,11 +8,14 @@ nothing leaves the process any more, the copy is put back. Where it stops at a s
 goes on for the others before the step's call returns.
 """
 
+import random
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +46,7 @@ from zapex.host.roster import Roster, Routes
 from zapex.machine import waiting
 from zapex.machine.exchange import Exchange, ExchangeShape
 from zapex.machine.waiting import Waker
+from zapex.net import sample_source, shard_samples
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
 from zapex.net.replay_ends import ZmqExperienceSource, ZmqParameters, ZmqSampleSink
@@ -50,6 +54,7 @@ from zapex.net.sample_source import ZmqSampleSource
 from zapex.net.server import LinkServer
 from zapex.net.shard_samples import ShardedSampleSource
 from zapex.net.statistics import StatsHandler, StatsReader, StatsSender
+from zapex.replay import snapshots
 from zapex.replay.core import ReplayCore, ReplayLayout
 from zapex.replay.limiter import LimiterConfig
 from zapex.roles.actor import Actor
@@ -58,6 +63,8 @@ from zapex.roles.learner import Learner
 from zapex.roles.relay import Outbox, Relay
 from zapex.roles.replay_server import ReplayServer
 from zapex.roles.values import Inference, OwnValues, Pull
+from zapex.run import keeping
+from zapex.run.keeping import Keeper
 from zapex.run.networked import BothSinks
 from zapex.shm_transport import HostMemory
 from zapex.wire.messages import LEARNER, SMALL, Bye
@@ -91,17 +98,22 @@ class Shape:
     learns_there: bool  # the learner is on the replay's machine
     chunk_age: int
     rival: bool  # a second learner tries to come in
+    ahead: bool  # the learner's next batch is unpacked in a thread
+    saves: bool  # the memory, and loads it after a loss of power
+    spared: bool  # the second of two shards is gone when the faults end
 
     @classmethod
     def of(cls, time: Timeline) -> "Shape":
         """A shape."""
         rng = time.rng
         shards = rng.choice((0, 1, 1, 1, 2))
+        rare = random.Random(f"shape {time.seed}")
         return cls(
             shards, rng.choice((1, 2)) if shards else 0, rng.choice((1, 2)),
             rng.choice((160, 320, 640)), rng.choice((8, 16)), rng.choice((0.0, 1.0, 4.0)),
             rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.5,
             shards == 1 and rng.random() < 0.3, rng.choice((0, 11)), rng.random() < 0.25,
+            rare.random() < 0.5, rare.random() < 0.2, rare.random() < 0.3,
         )  # fmt: skip
 
     @property
@@ -490,9 +502,10 @@ class Host:
         beta = BETA if cluster.shape.shards < 2 else 0.0
         dqn: Any = CheckingDqn(cluster.checker, cluster.learners, beta)
         no_checkpoints: Any = SimpleNamespace(due=lambda: False)
+        ahead = cluster.shape.ahead
         return Learner(
             dqn, source, StampedSink(cluster, sink),
-            [Batch.empty(BatchLayout(SCHEMA, cluster.shape.batch))],
+            [Batch.empty(BatchLayout(SCHEMA, cluster.shape.batch)) for _ in range(1 + ahead)],
             memory.metrics("learner"), no_checkpoints, prefetch=PREFETCH, publish_period_s=0.5,
             clock_s=time.monotonic,
         )  # fmt: skip
@@ -548,6 +561,7 @@ class ReplayMachine(Host):
         super().__init__(cluster, name)
         self.shard = shard
         self.known: Memory | None = None
+        self._saved: dict[Any, Any] = {}  # what was saved last, as Checker.leaves_of says it
         self.watch = self._look
         self._looks = 0
 
@@ -582,11 +596,17 @@ class ReplayMachine(Host):
     def _make_replay(self, process: Process) -> Any:
         cluster, memory, shape = self.cluster, self.attach(), self.cluster.shape
         plan = memory.plan
-        replay = ReplayCore(
-            plan.replay, alpha=1.0, eps=0.0, seed=process.life, buffer=memory.experience,
-            shard=0,
+        make = partial(
+            ReplayCore, plan.replay, alpha=1.0, eps=0.0, seed=process.life,
+            buffer=memory.experience, shard=0,
         )  # fmt: skip
+        keeper = Keeper(cluster.run_of(self.name), memory, lambda text: None)
+        loads = not keeper.words.loaded
+        replay = keeper.memory(make)
         assert self.known is not None
+        if loads and self._saved:
+            cluster.tell(f"{self.name} has loaded {len(replay)} transitions")
+            cluster.checker.restored(replay, self.known, self._saved)
         cluster.checker.watch(replay, self.known, lambda: cluster.net.ghost)
         sink: Any
         if not shape.shards:
@@ -619,7 +639,17 @@ class ReplayMachine(Host):
             replay, intake, source, sink, memory.metrics("replay"), method="stratified"
         )
         replay.warn = cluster.tell  # a small memory is meant to be full early
-        return role
+
+        def do_work() -> int:
+            work = role.do_work()
+            written, on_evict = keeper._saves.manifest_crc32, replay.ledger.on_evict
+            keeper.do_work()
+            replay.ledger.on_evict = on_evict  # the checker's, which a save removes
+            if keeper._saves.manifest_crc32 != written:
+                self._saved = cluster.checker.leaves_of(replay.store, known)
+            return work
+
+        return SimpleNamespace(do_work=do_work, ready=role.ready, replay=replay, intake=intake)
 
     def _look(self, process: Process) -> None:
         if process.name != "replay":
@@ -758,6 +788,20 @@ class LearnerMachine(Host):
         return SimpleNamespace(do_work=do_work, ready=ready)
 
 
+class _AtOnce:
+    """A thread whose work is done when it is started."""
+
+    def __init__(self, net: Network, target: Callable[[], object], **_: Any) -> None:
+        self._net, self._work = net, target
+
+    def start(self) -> None:
+        if not self._net.ghost:
+            self._work()
+
+    def is_alive(self) -> bool:
+        return False
+
+
 class Cluster:
     """All machines of a run."""
 
@@ -778,6 +822,34 @@ class Cluster:
             layout, shape.batch, PARAMETER_BYTES, RoleMetrics.required_bytes(), EPISODE.itemsize
         )
         self.hosts: dict[str, Host] = {}
+        self.disk = TemporaryDirectory()
+        rng = time.rng
+        snapshots.secrets = SimpleNamespace(  # type: ignore[assignment]
+            randbelow=rng.randrange, token_hex=lambda n: f"{rng.getrandbits(8 * n):0{2 * n}x}"
+        )
+        keeping.threading = SimpleNamespace(Thread=partial(_AtOnce, self.net))  # type: ignore[assignment]
+        for module in (sample_source, shard_samples):
+            module.ThreadPoolExecutor = self._thread  # type: ignore[attr-defined]
+
+    def _thread(self, *_: Any) -> Any:
+        """Does its work between two turns, or at last when the result is wanted."""
+
+        def submit(call: Any, *args: Any) -> Any:
+            work = cache(partial(call, *args))
+            self.time.soon(0.0, self.turn_s, work)
+            return SimpleNamespace(result=lambda timeout_s: work())
+
+        return SimpleNamespace(submit=submit)
+
+    def run_of(self, host: str) -> Any:
+        """What a keeper asks of its run, which is always resumed."""
+        env = SimpleNamespace(env="chaos", env_kwargs={}, wrapper="", reward_clip=False)
+        saves = SimpleNamespace(save_replay="always" if self.shape.saves else "never")
+        run = SimpleNamespace(resume=True, checkpoint_minutes=0.1)
+        config = SimpleNamespace(env=env, replay=saves, run=run)
+        directory = Path(self.disk.name) / host
+        directory.mkdir(exist_ok=True)
+        return SimpleNamespace(config=config, run_dir=directory)
 
     def build(self) -> None:
         """The machines of a run."""

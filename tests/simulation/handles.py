@@ -18,13 +18,14 @@ from greenlet import getcurrent
 from tests.simulation import library
 from tests.simulation.checker import Memory
 from tests.simulation.cluster import BETA, CHECK_EVERY, CHUNK, Bell, Cluster, Host, Process
-from tests.simulation.truth import SCHEMA, Life
+from tests.simulation.truth import SCHEMA, Life, Violation
 from zapex.chunks.batch import aligned_zeros
-from zapex.errors import PeerDied, PeerError, ReplayError
+from zapex.errors import PeerDied, PeerError, PeerTimeout, ReplayError
 from zapex.library import handle_client, handle_server
 from zapex.library.prioritized import OwnedReplay, PrioritizedReplay
 
 _HandleLink = handle_client.HandleLink
+_LONG_S = 4.0  # a client looks for a dead owner in less
 
 
 def build(cluster: Cluster) -> None:
@@ -49,6 +50,7 @@ class _Kernel:
         self._cluster, self._owner = cluster, owner
         self._lives: list[tuple[Process, int]] = []
         self._listeners: dict[str, _File] = {}
+        self._asked: dict[Process, str] = {}  # the address that each program knocked at last
 
     def install(self) -> None:
         """From now on the handle's modules call this kernel."""
@@ -107,6 +109,8 @@ class _Kernel:
             "connect_unix": self._connect,
             "receive_offer": _receive_offer,
             "HandleLink": Link,
+            "PeerTimeout": self._timeout,
+            "PeerDied": self._died,
         }
         for module, names in (
             (handle_server, both | there),
@@ -129,7 +133,25 @@ class _Kernel:
         fd.peer = _File(process)
         return fd
 
+    def _serves(self) -> bool:
+        """Whether the owner lives at whose address the running program knocked last."""
+        listener = self._listeners.get(self._asked.get(self._cluster.running, ""))
+        return listener is not None and listener.is_open
+
+    def _timeout(self, text: str) -> Exception:
+        """A client says that its owner lives and does not answer."""
+        if not self._serves() and self._cluster.time.now_s > self._owner.gone_s + _LONG_S:
+            raise Violation(f"foreign: of a dead owner: {text}")
+        return PeerTimeout(text)
+
+    def _died(self, text: str) -> Exception:
+        """A client says that its owner is gone, or repeats why it does not go on."""
+        if self._serves() and not text.startswith("this client failed before"):
+            raise Violation(f"foreign: of a living owner: {text}")
+        return PeerDied(text)
+
     def _connect(self, socket: "_File", address: str, timeout_s: float) -> None:
+        self._asked[self._cluster.running] = address
         listener = self._listeners.get(address)
         if listener is None or not listener.is_open:
             raise ConnectionRefusedError(address)
@@ -263,6 +285,7 @@ class OwnerMachine(Host):
         super().__init__(cluster, "replay0")
         self.watch = self._look
         self.handle: Any = None  # as it was sent to the others last
+        self.gone_s = -_LONG_S  # when the last owner died
         self._owed: dict[Life, int] = {}  # the end of the rows that were announced
         self._looks = 0
 
@@ -273,6 +296,7 @@ class OwnerMachine(Host):
         self.forget()
 
     def forget(self) -> None:
+        self.gone_s = self.cluster.time.now_s
         self._owed.clear()
         self.blocks.clear()
 

@@ -1,7 +1,11 @@
-"""Random mutants of the protocol's modules: one small change each, drawn from a number."""
+"""Random mutants of the protocol's modules: one small change each, drawn from a number.
+
+What only says or counts something is left as it is: errors, messages, metrics.
+"""
 
 import ast
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +36,19 @@ def mutant(number: int) -> tuple[str, str, str]:
     return module, text[first:end], instead
 
 
+def _working(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and what is in it, without what only says or counts something."""
+    match node:
+        case ast.Raise() | ast.JoinedStr():
+            return
+        case ast.Expr(value=ast.Call(func=place)) | ast.AugAssign(target=place):
+            if re.search(r"(tell|warn|print|metrics\.\w+|counts\[.*\])$", ast.unparse(place)):
+                return
+    yield node
+    for part in ast.iter_child_nodes(node):
+        yield from _working(part)
+
+
 def _changes(text: str) -> Iterator[tuple[int, int, str]]:
     """All small changes in functions: where they begin and end, and the new text."""
     starts = [0]
@@ -58,7 +75,7 @@ def _changes(text: str) -> Iterator[tuple[int, int, str]]:
     for function in ast.walk(ast.parse(text)):
         if not isinstance(function, ast.FunctionDef) or function.name == "__repr__":
             continue
-        for node in (inner for one in function.body for inner in ast.walk(one)):
+        for node in (inner for one in function.body for inner in _working(one)):
             match node:
                 case ast.Compare(left=left, comparators=[right]):
                     yield from between(left, right)

@@ -231,15 +231,22 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
         cluster.boot()
         time.run(FAULTY_S)
         time.say("no faults any more")
+        spare = cluster.hosts.get("replay1")
+        if cluster.shape.spared and isinstance(spare, ReplayMachine):
+            spare.lose_power()
         _progress(cluster)
         _settle(cluster)
     except Violation as violation:
         outcome.violation = str(violation)
     except Exception:
         outcome.violation = f"crash: {traceback.format_exc()}"
-    for host in cluster.hosts.values():
-        for program in host.programs if isinstance(host, library.ClientMachine) else ():
-            program.end()
+    try:
+        for host in cluster.hosts.values():
+            for program in host.programs if isinstance(host, library.ClientMachine) else ():
+                program.end()
+    except Exception:
+        outcome.violation = outcome.violation or f"crash: {traceback.format_exc()}"
+    cluster.disk.cleanup()
     checker = cluster.checker
     time.say(f"outcome: {outcome.violation or 'fine'}")
     outcome.simulated_s = time.now_s
