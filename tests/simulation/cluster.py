@@ -39,6 +39,7 @@ from zapex.chunks.batch import Batch, aligned_zeros
 from zapex.chunks.builder import ChunkBuilder
 from zapex.chunks.layout import COMMITTED, INCARNATION, STATE, BatchLayout
 from zapex.errors import Fenced, Refused, RunOver
+from zapex.host import roster
 from zapex.host.metrics import EPISODE, RoleMetrics
 from zapex.host.parts import PARTS
 from zapex.host.plan import HostPlan
@@ -613,11 +614,11 @@ class ReplayMachine(Host):
             source: Any = memory.experience_source()
             sink = memory.sample_sink()
         else:
-            roster = Roster(memory.part_of("roster"), plan.actors, replay.store.header_rows)
+            numbers = Roster(memory.part_of("roster"), plan.actors, replay.store.header_rows)
             mailbox = memory.mailbox()
             server = LinkServer(
                 process.listen(f"tcp://{self.shard}:1"), cluster.form,
-                cluster.settings(self.shard), roster,
+                cluster.settings(self.shard), numbers,
                 incarnation=process.incarnation, params_version=lambda: mailbox.version,
                 takes_learner=not shape.learns_there, tell=cluster.tell,
             )  # fmt: skip
@@ -823,10 +824,11 @@ class Cluster:
         )
         self.hosts: dict[str, Host] = {}
         self.disk = TemporaryDirectory()
-        rng = time.rng
-        snapshots.secrets = SimpleNamespace(  # type: ignore[assignment]
-            randbelow=rng.randrange, token_hex=lambda n: f"{rng.getrandbits(8 * n):0{2 * n}x}"
-        )
+        rng = random.Random(f"secrets {time.seed}")
+        snapshots.secrets = roster.secrets = SimpleNamespace(  # type: ignore[assignment]
+            randbelow=rng.randrange, randbits=rng.getrandbits,
+            token_hex=lambda n: f"{rng.getrandbits(8 * n):0{2 * n}x}",
+        )  # fmt: skip
         keeping.threading = SimpleNamespace(Thread=partial(_AtOnce, self.net))  # type: ignore[assignment]
         for module in (sample_source, shard_samples):
             module.ThreadPoolExecutor = self._thread  # type: ignore[attr-defined]

@@ -264,6 +264,7 @@ class Program:
             writer.reset(games.reset())
             self._extended = 0
             last, beta = rng.randint(50, 400), BETA if cluster.library.shards < 2 else 0.0
+            older: Any = None  # a batch that is updated once more, after newer ones
             for _ in range(last):
                 if cluster.is_over:
                     break
@@ -283,11 +284,17 @@ class Program:
                 elif what < 0.95:
                     try:
                         batch = client.sample(cluster.library.batch, beta)
-                    except NotEnoughData:
+                    except (NotEnoughData, *self.again):
                         continue
                     errors = cluster.checker.batch(batch, who, beta)
                     self._idle(rng.choice((0.1, 0.1, 0.1, self.pause_s)))
                     self._update(client, batch.keys, errors)
+                    if older is not None:
+                        keys, given = older
+                        self._update(client, keys, given + cluster.checker.next_number(who))
+                        older = None
+                    elif rng.random() < 0.3:
+                        older = batch.keys.copy(), np.floor(4 * errors) / 4
                 elif what < 0.98:
                     (self._follow if cluster.library.sequences else self._extend)(
                         client, who, incarnation

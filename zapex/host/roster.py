@@ -31,7 +31,17 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from zapex.chunks.layout import ACTOR, COMMITTED, HOST, INCARNATION, LIVE, SEQUENCE, STATE
+from zapex.chunks.keys import GENERATION_MASK
+from zapex.chunks.layout import (
+    ACTOR,
+    COMMITTED,
+    GENERATION,
+    HOST,
+    INCARNATION,
+    LIVE,
+    SEQUENCE,
+    STATE,
+)
 from zapex.errors import SharedMemoryError
 from zapex.machine.memory import Section, lay_out
 from zapex.replay.shards import MOST_SHARDS
@@ -51,6 +61,7 @@ class Roster:
 
     buffer: uint8 (8-byte aligned) of `required_bytes(actors)`; zero when new.
     headers: the slots' headers (slots, HEADER_WORDS), with the last commits of a former server.
+    Those of a new memory get a random generation, so that keys of a former one are stale.
     """
 
     def __init__(self, buffer: NDArray[np.uint8], actors: int, headers: NDArray[np.int64]) -> None:
@@ -63,6 +74,9 @@ class Roster:
         if words[_MAGIC_WORD] == 0:
             words[_EPOCH_WORD] = 1 + secrets.randbits(62)
             words[_ACTORS_WORD] = actors
+            if (headers[:, GENERATION] <= 1).all():  # what was loaded has random ones already
+                # A client may update a batch of a former memory after a batch of this one.
+                headers[:, GENERATION] = 1 + secrets.randbelow(GENERATION_MASK)
             words[_MAGIC_WORD] = _MAGIC
         if words[_MAGIC_WORD] != _MAGIC or words[_ACTORS_WORD] != actors:
             raise SharedMemoryError(f"the buffer holds no roster of {actors} actors")
