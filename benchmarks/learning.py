@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -46,7 +47,7 @@ ALL = tuple(name.title().replace("_", "") for name in RANDOM_AND_HUMAN)
 VARIANTS = {
     "preset": "",
     "first preset": FIRST_PRESET,
-    "84x84": "--env-kwargs img_height=84 img_width=84",
+    "64x64": "--env-kwargs img_height=64 img_width=64",
     "mean": "--quantiles 0",
     "own trunk": "--no-share-trunk",
     "uniform": "--alpha 0",
@@ -57,9 +58,6 @@ VARIANTS = {
     "recency": "--recency 3",
     "cut": "--cut-exploratory",
     "alpha 0.2 + cut": "--alpha 0.2 --cut-exploratory",
-    "84x84 + alpha 0.2 + cut": (
-        "--alpha 0.2 --cut-exploratory --env-kwargs img_height=84 img_width=84"
-    ),
     "adam-rel": "--optimiser adam-rel",
 }
 """Flags of `zapex train` by name; others are given as NAME=FLAGS."""
@@ -284,17 +282,18 @@ def plot(runs: Runs, dopamine: bool = False) -> Figure:
     rows = -(-len(games) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
-    colours: dict[str, str] = {}
+    shades = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    palette, colours = [*shades[::2], *shades[1::2]], dict[str, Any]()
     for env, panel in zip(games, panels, strict=False):
         for (one, variant, minutes), group in sorted(groups.items()):
             if one == env:
-                colour = colours.setdefault(variant, f"C{len(colours)}")
+                colour = colours.setdefault(variant, palette[len(colours) % 20])
                 _draw(panel, group, f"{variant}, {minutes:g} min x {len(group)}", colour, dopamine)
         for agent, returns in published.get(env, {}).items():
             panel.plot(range(1, 1 + len(returns)), returns, ":", color="grey", lw=1)
             panel.annotate(agent, (len(returns), returns[-1]), fontsize=6, color="grey")
         panel.set(title=env, xlabel="million frames" if dopamine else "minutes", ylabel="return")
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
         panel.grid(alpha=0.3)
     for panel in panels:
         panel.set_axis_off()
@@ -302,7 +301,7 @@ def plot(runs: Runs, dopamine: bool = False) -> Figure:
 
 
 def _draw(
-    panel: Any, group: Sequence[Mapping[str, Any]], text: str, colour: str, frames: bool
+    panel: Any, group: Sequence[Mapping[str, Any]], text: str, colour: Any, frames: bool
 ) -> None:
     """The mean of the runs, and from the lowest to the highest of them."""
     column, unit = (1, 1e6) if frames else (0, 60.0)

@@ -103,13 +103,15 @@ def variants() -> Iterator[Row]:
         yield text, interval(one), frames, halfway, there
 
 
-def tuning() -> Iterator[Row]:
+def tuning(seed: int = 1) -> Iterator[Row]:
     """Human-normalised scores on the tuning games: the last network's, and in training."""
-    scores = {
-        (one["env"], one["variant"]): one
-        for one in load("learning")["scores"].values() if one["minutes"] == 10
-    }  # fmt: skip
     envs = [f"ALE/{game}-v5" for game in learning.TUNING]
+    runs = {
+        name: run for name, run in of("learning").items()
+        if run["env"] in envs and run["minutes"] == 10 and run["seed"] == seed
+        and "failed" not in run
+    }  # fmt: skip
+    scores = {(one["env"], one["variant"]): one for one in learning.scores(runs).values()}
     yield "", "batches/s", *learning.TUNING
     variants = {variant for _, variant in scores}
     for variant in sorted(variants, key=lambda one: (not one.endswith("preset"), one)):
@@ -119,10 +121,15 @@ def tuning() -> Iterator[Row]:
             shares = [human_share(env, one[w]) for w in ("p50", "return_there") if w in one]
             cells.append("; ".join(f"{share:.2f}" for share in shares))
         rates = [
-            run["batches"] / run["curve"][-1][0] for run in of("learning").values()
-            if run["variant"] == variant and run["env"] in envs and "batches" in run
+            run["batches"] / run["curve"][-1][0] for run in runs.values()
+            if run["variant"] == variant and "batches" in run
         ]  # fmt: skip
         yield variant, f"{np.median(rates):.1f}" if rates else "", *cells
+
+
+def tuning_amx() -> Iterator[Row]:
+    """The same with the second seed, on a machine with AMX."""
+    yield from tuning(2)
 
 
 def learners() -> Iterator[Row]:
@@ -364,8 +371,8 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, tuning, variants, learners, gpu, replay, tree, scale, crowds, clients, host,
-        hosts, cluster, survives, files,
+        training, tuning, tuning_amx, variants, learners, gpu, replay, tree, scale, crowds,
+        clients, host, hosts, cluster, survives, files,
     )
 }  # fmt: skip
 

@@ -129,20 +129,6 @@ def test_a_short_run_is_evaluated_before_its_end(capsys: pytest.CaptureFixture[s
     assert settings_of(capsys, *asked).evaluator.eval_period_s == 200
 
 
-def test_the_laptop_plays_atari_with_small_images_unless_asked(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    laptop, small = ["--preset", "laptop", "ALE/Pong-v5"], {"img_height": 64, "img_width": 64}
-    assert settings_of(capsys, *laptop).env.env_kwargs == small
-    more = settings_of(capsys, *laptop, "--env-kwargs", "full_action_space=true").env.env_kwargs
-    assert more == {**small, "full_action_space": True}
-    larger = settings_of(capsys, *laptop, "--env-kwargs", "img_height=84", "img_width=84")
-    assert larger.env.env_kwargs == dict.fromkeys(small, 84)
-    saved = tmp_path / "config.toml"
-    saved.write_text('[env]\nenv = "ALE/Pong-v5"\nenv_kwargs = {}\n[run]\npreset = "laptop"\n')
-    assert settings_of(capsys, "--config", str(saved)).env.env_kwargs == {}, "of an older run"
-
-
 def test_names_of_other_libraries_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     config = settings_of(capsys, "Acrobot-v1", "--learning_rate", "0.25")
     assert (config.env.env, config.learner.lr) == ("Acrobot-v1", 0.25)

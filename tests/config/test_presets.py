@@ -67,13 +67,12 @@ def test_every_value_is_explained() -> None:
 
 
 def test_what_another_network_or_loss_does_not_have_is_left_out() -> None:
-    assert {"quantiles", "share_trunk", "env_kwargs"} <= choose("laptop", ATARI, LAPTOP).keys()
+    assert {"quantiles", "share_trunk"} <= choose("laptop", ATARI, LAPTOP).keys()
     own_loss = choose("laptop", replace(ATARI, any_loss=False), LAPTOP)
     assert "quantiles" not in own_loss
     assert "share_trunk" in own_loss
     own_network = choose("laptop", replace(ATARI, nature=False), LAPTOP)
     assert not {"quantiles", "share_trunk"} & own_network.keys()
-    assert "env_kwargs" not in choose("laptop", replace(ATARI, atari=False), LAPTOP)
 
 
 def test_capacity_is_cut_to_the_memory_share() -> None:

@@ -146,7 +146,7 @@ def _layered(
     check_trust(path, values, given, more.trust)
 
     from zapex.config import presets
-    from zapex.config.layers import Choice, Layers
+    from zapex.config.layers import Layers
     from zapex.envs import environments
 
     asked = values | given
@@ -160,24 +160,13 @@ def _layered(
     machine = _machine(part, asked, ask_torch).share(more.runs_at_once)
     reason = "you gave it" if "preset" in given else f"from {path}"
     preset = given.pop("preset", values.pop("preset", "auto"))
-
-    def choose() -> dict[str, Choice]:
-        task = presets.Task(
-            spec.schema(ReplayConfig.n_step, ReplayConfig.gamma),
-            spec.atari,
-            nature=asked.get("network", LearnerConfig.network) == "nature",
-            any_loss="loss" not in asked,
-        )
-        return presets.choose(preset, task, machine, part.name, reason)
-
-    chosen = choose()
-    if "env_kwargs" in chosen and "env_kwargs" not in values:
-        kwargs = chosen["env_kwargs"].value | given.get("env_kwargs", {})
-        if "env_kwargs" in given:
-            given["env_kwargs"] = kwargs
-        spec = environments.check(spec.env_id, kwargs, spec.wrappers)
-        chosen = choose()
-    layers = Layers(chosen)
+    task = presets.Task(
+        spec.schema(ReplayConfig.n_step, ReplayConfig.gamma),
+        spec.atari,
+        nature=asked.get("network", LearnerConfig.network) == "nature",
+        any_loss="loss" not in asked,
+    )
+    layers = Layers(presets.choose(preset, task, machine, part.name, reason))
     layers.put(values, f"from {path}")
     if named and part.learns:
         _put_limits(layers, given, more)

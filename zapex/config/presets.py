@@ -139,7 +139,6 @@ _VECTOR_LEARNING: dict[str, Rule] = {
     "eval_epsilon": (0.0, "the policy itself"),
     "eval_noop_max": (0, "no-ops are customary for Atari"),
 }
-_SMALL_IMAGES = {"img_height": 64, "img_width": 64}
 TABLE: dict[tuple[str, str], dict[str, Rule]] = {
     ("laptop", "image"): {
         "actors": (_laptop_actors, "half of the cores act, the others learn"),
@@ -157,7 +156,6 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "channels": (16, "half of the paper's filters: twice the samples per second"),
         "quantiles": (32, "learn more from each sample than a mean does"),
         "share_trunk": (True, "one forward pass of three less"),
-        "env_kwargs": (_SMALL_IMAGES, "1.4 times the samples per second of 84x84"),
         "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
         **_ONE_THREAD,
         "learner_threads": (_learner_threads, "0: tried at the start, then one per idle core"),
@@ -226,7 +224,7 @@ SEEN: dict[tuple[str, str], tuple[float, float]] = {
     ("laptop", "CartPole-v1"): (0.5, 500),
 }
 """Measured on two cores, over several runs: minutes and mean return. The Atari games were played
-with 84x84 images and without quantiles."""
+without quantiles and a shared trunk."""
 _FRAMES_PER_MINUTE = 580_000  # of an Atari game on those two cores, acting and learning
 
 
@@ -283,8 +281,6 @@ def choose(
         chosen.pop("quantiles", None)
     if not task.nature:
         chosen.pop("share_trunk", None)
-    if not task.atari:
-        chosen.pop("env_kwargs", None)
     if task.atari:
         chosen["reward_clip"] = Choice(True, "Atari scores differ a thousandfold between games")
     else:
