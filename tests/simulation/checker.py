@@ -151,8 +151,11 @@ class Checker:
     def leaves_of(self, store: ChunkStore, memory: Memory) -> dict[tuple[Life, int], Any]:
         """By what each live row is drawn, chunk by chunk."""
         self.take(store, memory)
-        live = np.flatnonzero(store.header_rows[:, STATE] == LIVE).tolist()
-        return {self.look_at(store, slot)[:2]: memory.leaves[slot].tolist() for slot in live}
+        found = {}
+        for slot in np.flatnonzero(store.header_rows[:, STATE] == LIVE).tolist():
+            life, first, table = self.look_at(store, slot)
+            found[life, first] = memory.leaves[slot, : len(table)].tolist()
+        return found
 
     def restored(
         self, replay: ReplayCore, memory: Memory, saved: dict[tuple[Life, int], Any]
