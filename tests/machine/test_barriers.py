@@ -33,6 +33,7 @@ class Kernel(NamedTuple):
     arguments: tuple[Any, ...]
     ir: list[str]
     arm: list[str]
+    unrolled: bool = False  # a loop, which LLVM repeats as often as the processor likes
 
 
 COPY = "copy"  # of the bytes that a fence orders
@@ -72,8 +73,8 @@ STATE = Kernel(
     "zapex.chunks.store", "set_state_kernel", (WORDS, int64, int64), ["store release"], ["stlr"]
 )
 FIND = Kernel(
-    "zapex.machine.exchange", "_find_kernel", (WORDS, WORDS, WORDS),  # LLVM unrolls its loop
-    3 * ["load acquire", "load monotonic"], 4 * ["ldar"],
+    "zapex.machine.exchange", "_find_kernel", (WORDS, WORDS, WORDS),
+    ["load acquire", "load monotonic"], ["ldar"], unrolled=True,
 )  # fmt: skip
 KERNELS = [CLAIM, COMMIT, POLL, RELEASE, PUBLISH, READ, SLEEP, WAKE, EVICT, ACCEPT, STATE, FIND]
 
@@ -171,20 +172,26 @@ def instructions(ir: str) -> list[str]:
             for name, kind, copy in found]  # fmt: skip
 
 
+def once(kernel: Kernel, found: list[str], wanted: list[str]) -> list[str]:
+    """What was found, without the repetitions of an unrolled loop."""
+    times = len(found) // len(wanted) if kernel.unrolled else 1
+    return wanted if found and found == times * wanted else found
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_kernel_has_the_orderings_of_its_protocol(kernel: Kernel) -> None:
     ir = compiled(kernel)
-    assert orderings(ir) == kernel.ir
-    assert instructions(ir) == kernel.arm
+    assert once(kernel, orderings(ir), kernel.ir) == kernel.ir
+    assert once(kernel, instructions(ir), kernel.arm) == kernel.arm
 
 
 @pytest.mark.parametrize("rule", RULES, ids=" ".join)
 def test_a_rule_of_a_model_that_is_taken_out_of_the_code_is_noticed(rule: tuple[str, str]) -> None:
     kernel, old, new = RULES[rule]
     ir = compiled(kernel, old, new)
-    assert orderings(ir) != kernel.ir
+    assert once(kernel, orderings(ir), kernel.ir) != kernel.ir
     if rule[1] not in ("NO_RECHECK", "NO_STAMP"):  # these are no instructions that order
-        assert instructions(ir) != kernel.arm
+        assert once(kernel, instructions(ir), kernel.arm) != kernel.arm
 
 
 def test_every_rule_of_the_models_is_checked() -> None:
