@@ -303,14 +303,14 @@ time.sleep(60)
         pids = [supervisor.start(one).pid for one in (obedient, ignoring, failing)]
         wait_for_ready(obedient, ignoring, failing)
         began = time.monotonic()
-        events = supervisor.shutdown(grace_s=1.0)
-        assert 1.0 <= time.monotonic() - began < 3.0
-        assert supervisor.shutdown(grace_s=1.0) == []
+        events = supervisor.shutdown(grace_s=3.0)  # a busy machine takes 1 for a traceback
+        assert 3.0 <= time.monotonic() - began < 6.0
+        assert supervisor.shutdown(grace_s=3.0) == []
     by_name = {event.name: event for event in events}
     assert len(events) == 3
     assert isinstance(by_name["learner"], Exited)
     assert isinstance(by_name["ignoring"], IgnoredSigterm)
-    assert str(by_name["ignoring"]).endswith("did not end after SIGTERM: killed after 1 s")
+    assert str(by_name["ignoring"]).endswith("did not end after SIGTERM: killed after 3 s")
     assert by_name["failing"].traceback.endswith("OSError: no room for the checkpoint")
     assert not any(is_running(pid) for pid in pids)
 
