@@ -101,7 +101,7 @@ class Shape:
     rival: bool  # a second learner tries to come in
     ahead: bool  # the learner's next batch is unpacked in a thread
     saves: bool  # the memory, and loads it after a loss of power
-    spared: bool  # the second of two shards is gone when the faults end
+    loses_shard: bool  # the second of two shards is gone when the faults end
 
     @classmethod
     def of(cls, time: Timeline) -> "Shape":

@@ -231,9 +231,9 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
         cluster.boot()
         time.run(FAULTY_S)
         time.say("no faults any more")
-        spare = cluster.hosts.get("replay1")
-        if cluster.shape.spared and isinstance(spare, ReplayMachine):
-            spare.lose_power()
+        second = cluster.hosts.get("replay1")
+        if cluster.shape.loses_shard and isinstance(second, ReplayMachine):
+            second.lose_power()
         _progress(cluster)
         _settle(cluster)
     except Violation as violation:
