@@ -40,11 +40,11 @@ def sessions_of(actors: int, clock: Clock, *, takes_learner: bool = True) -> Ses
 
 
 def joins(
-    sessions: Sessions, host: int, incarnation: int = 1, role: str = "relay"
+    sessions: Sessions, host: int, incarnation: int = 1, role: str = "relay", epoch: int = 0
 ) -> Session | Error:
     peer = f"{host}.{incarnation}".encode()
     actors = int(role in ("relay", "client"))
-    hello = Hello(role, host, incarnation, 0, FORM.schema.hash, actors, CONFIG)
+    hello = Hello(role, host, incarnation, 0, FORM.schema.hash, actors, CONFIG, epoch)
     found = sessions.join(peer, hello, None, "")
     if isinstance(found, Session):
         sessions.connect(found, 0, peer)
@@ -94,6 +94,22 @@ def test_a_silent_host_loses_its_numbers_after_ten_seconds() -> None:
     assert isinstance(joins(sessions, 2), Error)
     clock.now_s += 2.0
     assert isinstance(joins(sessions, 2), Session)
+
+
+def test_a_host_whose_number_another_one_has_had_is_fenced() -> None:
+    clock = Clock()
+    sessions, roster = sessions_over(1, aligned_zeros(Roster.required_bytes(1)), clock)
+    clock.now_s = 20.0
+    for host in (1, 2):
+        assert isinstance(joins(sessions, host), Session)
+        clock.now_s += 61.0
+    refusal = joins(sessions, 1, epoch=roster.epoch)
+    assert isinstance(refusal, Error)
+    assert refusal.fault == Fault.FENCED
+    assert isinstance(joins(sessions, 2, epoch=roster.epoch), Session)
+    assert isinstance(joins(sessions, 1, epoch=roster.epoch + 1), Error)  # the number is in use
+    clock.now_s += 61.0
+    assert isinstance(joins(sessions, 1, epoch=roster.epoch + 1), Session)  # of another memory
 
 
 def test_a_replay_with_a_learner_on_its_host_refuses_another_one() -> None:

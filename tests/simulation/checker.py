@@ -79,7 +79,7 @@ class Memory:
     drawn: int = 0
     restarted: bool = False  # and no update has come since
     updates: dict[int, int] = field(default_factory=dict)  # the last one, by learner's life
-    updater: int = 0  # whose the last one was
+    place: int = 0  # the host whose learner has it
 
 
 class Checker:
@@ -299,12 +299,9 @@ class Checker:
         (number,) = set((values % 0.25 * 4 * _UPDATES).tolist())
         who, at = self._numbers[int(number)]
         before, memory.updates[who] = memory.updates.get(who), at
-        alone, memory.updater = memory.updater == who, who
         again, memory.restarted = memory.restarted, False
         self.updates += 1
-        # Another learner may have had the place in between, while this one's link was cut; then it
-        # sends again what was not acknowledged.
-        if before is None or not alone:
+        if before is None:
             return
         follows = at > before if memory.sharded else at == before + 1
         if not (follows or ((again or memory.served) and at >= before)):

@@ -479,14 +479,16 @@ class Host:
         answerer = Exchange(memory.part_of("exchange"), memory.plan.exchange).answerer(wakers)
         return Inference(answerer, policy, pull, metrics, streams=STREAMS)
 
-    def link(self, process: Process, role: str, shard: int, form: Any, actors: int = 0) -> ZmqLink:
+    def link(
+        self, process: Process, role: str, shard: int, form: Any, actors: int = 0, epoch: int = 0
+    ) -> ZmqLink:
         """A link to a shard."""
         cluster = self.cluster
 
         link = ZmqLink(
             f"tcp://{shard}:1", role, self.number, process.incarnation, form,
             cluster.settings(shard), Security(insecure_network=True), schema_hash=SCHEMA.hash,
-            actors=actors, dial=process.dial,
+            actors=actors, epoch=epoch, dial=process.dial,
         )  # fmt: skip
         process.links.append(link)
         return link
@@ -562,6 +564,7 @@ class ReplayMachine(Host):
         super().__init__(cluster, name)
         self.shard = shard
         self.known: Memory | None = None
+        self.server: LinkServer | None = None
         self._saved: dict[Any, Any] = {}  # what was saved last, as Checker.leaves_of says it
         self.watch = self._look
         self._looks = 0
@@ -623,6 +626,7 @@ class ReplayMachine(Host):
                 takes_learner=not shape.learns_there, tell=cluster.tell,
             )  # fmt: skip
             server.guard.close()  # its thread has nothing to guard here
+            self.server = server
             ends: list[Any] = [
                 ZmqParameters(server, mailbox),
                 StatsHandler(server, memory),
@@ -658,6 +662,9 @@ class ReplayMachine(Host):
         server, known, checker = process.role, self.known, self.cluster.checker
         assert known is not None
         checker.take(server.replay.store, known)
+        learner = self.server and self.server.sessions.learner
+        if learner and learner.host != known.place:
+            known.place, known.updates = learner.host, {}
         self._looks += 1
         if self._looks % CHECK_EVERY == 0:
             checker.check_leaves(server.replay, known)
@@ -706,8 +713,11 @@ class ActorMachine(Host):
     def _make_relay(self, process: Process) -> Any:
         cluster, memory, shape = self.cluster, self.attach(), self.cluster.shape
         plan, store, source = memory.plan, memory.store(), memory.experience_source()
+        routes = Routes(memory.part_of("routes"), plan.actors, self.wall_ns)
+        epochs = self._epoch, *routes.epochs[1 : shape.shards]
         links = [
-            self.link(process, "relay", s, cluster.form, plan.actors) for s in range(shape.shards)
+            self.link(process, "relay", shard, cluster.form, plan.actors, epoch)
+            for shard, epoch in enumerate(epochs)
         ]
         link = links[0]
 
@@ -720,7 +730,6 @@ class ActorMachine(Host):
         if len(links) == 1:
             sender = ChunkSender(link, store)
         else:
-            routes = Routes(memory.part_of("routes"), plan.actors, self.wall_ns)
             sender = ShardedChunkSender(links, store, routes, self.numbers, cluster.tell)
         outbox = Outbox(store, plan.replay, sender)
         take_freed = sender.take_freed

@@ -12,7 +12,9 @@ from tests.simulation.cluster import ActorMachine, Cluster, LearnerMachine, Proc
 from tests.simulation.truth import Violation
 
 FAULTY_S = 60.0  # how long there are faults
-PROGRESS_S = 150.0  # once there are none: a host that only said hello keeps its numbers for 60 s
+PROGRESS_S = 240.0
+"""Once there are none. A host that only said hello keeps its numbers for 60 s; where turns take
+a second, an actor needs more than a second for a row."""
 _ORDER_S = 5.0  # that a process has to come to the step of its order
 _RING = ["ring-written", "ring-committed", "ring-read", "ring-released"]
 _MAILBOX = ["cell-marked", "cell-written", "cell-stamped", "value-published"]

@@ -72,7 +72,7 @@ class Roster:
             )
         words = sections["words"].view(buffer)
         if words[_MAGIC_WORD] == 0:
-            words[_EPOCH_WORD] = 1 + secrets.randbits(62)
+            words[_EPOCH_WORD] = 1 + secrets.randbits(59)  # a hello has it as a sequence
             words[_ACTORS_WORD] = actors
             if (headers[:, GENERATION] <= 1).all():  # what was loaded has random ones already
                 # A client may update a batch of a former memory after a batch of this one.
@@ -191,6 +191,11 @@ class Routes:
             row[_SHARD] = shard + 1
         row[_NEXT] = max(int(row[_NEXT]), sequence + 1)
         return int(row[_VISIT]), sequence - int(row[_BASE])
+
+    @property
+    def epochs(self) -> list[int]:
+        """Of the shards' memories, as they were last noted; 0: never."""
+        return [int(epoch) for epoch in self._epochs]
 
     def is_new_memory(self, shard: int, epoch: int) -> bool:
         """Note a shard's epoch. Whether it had another one: then all visits to it end."""

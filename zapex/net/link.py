@@ -7,6 +7,7 @@ sample_source.py send again all messages that were not acknowledged or answered.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from zapex.errors import BadMessage, Fenced, OtherVersion, PeerTimeout, Refused, RunOver
@@ -30,7 +31,8 @@ class ZmqLink:
 
     host: one number for one incarnation of this host. actors: how many numbers a relay asks for.
     form: None only to ask for the run's facts (only `open` and `welcome` are used). compressed:
-    compress what is pushed, and ask for compressed batches. dial: makes the connections.
+    compress what is pushed, and ask for compressed batches. epoch: of the memory at which this host
+    has its numbers already; 0: it has none. dial: makes the connections.
 
     `do_work` raises Refused or Fenced when the replay does not accept this client any more.
     over: why the run has ended; "" while it runs. server: the replay's incarnation that sent the
@@ -50,6 +52,7 @@ class ZmqLink:
         schema_hash: int,
         actors: int = 0,
         compressed: bool = False,
+        epoch: int = 0,
         clock_s: Callable[[], float] = time.monotonic,
         dial: Callable[[str, Security, int, int], ClientEnd] = Dealers,
     ) -> None:
@@ -62,7 +65,7 @@ class ZmqLink:
         self._on_lost: list[Callable[[], None]] = []
         self.counts = dict.fromkeys(("messages", "bad", "connections", "unsent", "renewed"), 0)
         self._hellos = [
-            Hello(role, host, incarnation, channel, schema_hash, actors, dict(config))
+            Hello(role, host, incarnation, channel, schema_hash, actors, dict(config), epoch)
             for channel in (SMALL, BULK)
         ]
         self._clock_s = clock_s
@@ -237,6 +240,8 @@ class ZmqLink:
             return  # read late: of a process before that one, perhaps of another memory
         self._problem = ""
         self.welcome = welcome
+        if self._hellos[channel].epoch != welcome.epoch:
+            self._hellos = [replace(hello, epoch=welcome.epoch) for hello in self._hellos]
         self._welcomed[channel] = True
         self.counts["connections"] += welcome.fresh
         for call in self.on_welcome:

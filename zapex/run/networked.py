@@ -147,7 +147,9 @@ class LinkedRole(Attended):
             link.close(bye=Bye())
 
 
-def _make_links(start: Start, actors: int = 0) -> tuple[list[ZmqLink], list[LinkWatch]]:
+def _make_links(
+    start: Start, actors: int = 0, epochs: Sequence[int] = ()
+) -> tuple[list[ZmqLink], list[LinkWatch]]:
     """A link to each shard of the run, shard 0 first, and what reports about it."""
     run, form = start.run, start.run.form
     membership = _membership(run)
@@ -164,6 +166,7 @@ def _make_links(start: Start, actors: int = 0) -> tuple[list[ZmqLink], list[Link
             schema_hash=form.schema.hash,
             actors=actors,
             compressed=membership.compress,
+            epoch=epochs[shard] if epochs else 0,
         )
         for shard, url in enumerate(membership.all_urls)
     ]
@@ -184,7 +187,9 @@ def make_relay(start: Start) -> LinkedRole:
     """Make the relay. What a former incarnation did not send is in the slots."""
     run, host, membership = start.run, start.host, _membership(start.run)
     plan, store, source = host.plan, host.store(), host.experience_source()
-    links, watches = _make_links(start, plan.actors)
+    routes = Routes(host.part_of("routes"), plan.actors)
+    epochs = membership.epoch, *routes.epochs[1:]
+    links, watches = _make_links(start, plan.actors, epochs)
     link = links[0]
 
     def check(welcome: Welcome, channel: int) -> None:
@@ -199,7 +204,6 @@ def make_relay(start: Start) -> LinkedRole:
     if len(links) == 1:
         sender = ChunkSender(link, store)
     else:
-        routes = Routes(host.part_of("routes"), plan.actors)
         sender = ShardedChunkSender(links, store, routes, membership.numbers, start.notices.send)
     outbox = Outbox(store, plan.replay, sender)
     intake = Intake(

@@ -158,7 +158,7 @@ class Hello:
 
     host: one number for one incarnation of a client host's parent. actors: how many numbers it
     wants; of a learner: 1 to replace one of another host that is connected. config: shared settings
-    by name, for comparison.
+    by name, for comparison. epoch: of the memory at which the host has numbers already; 0: none.
     """
 
     kind: ClassVar = Kind.HELLO
@@ -169,13 +169,15 @@ class Hello:
     schema: int
     actors: int
     config: Mapping[str, Any]
+    epoch: int = 0
 
     def raw(self) -> RawMessage:
         return RawMessage(
             self.kind,
             self.schema,
             self.incarnation,
-            value=self.host,
+            self.epoch,
+            self.host,
             number=ROLES.index(self.role),
             rows=self.actors,
             frames=self.channel,
@@ -192,6 +194,7 @@ class Hello:
             raw.schema,
             raw.within("rows", 0, MAX_ACTORS),
             _read_config(raw),
+            raw.sequence,
         )
 
 
