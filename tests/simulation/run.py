@@ -15,6 +15,7 @@ FAULTY_S = 60.0  # how long there are faults
 PROGRESS_S = 240.0
 """Once there are none. A host that only said hello keeps its numbers for 60 s; where turns take
 a second, an actor needs more than a second for a row."""
+DRAIN_S = 60.0  # for what is committed when the run is over
 _ORDER_S = 5.0  # that a process has to come to the step of its order
 _RING = ["ring-written", "ring-committed", "ring-read", "ring-released"]
 _MAILBOX = ["cell-marked", "cell-written", "cell-stamped", "value-published"]
@@ -294,7 +295,20 @@ def _progress(cluster: Cluster) -> None:
 
 
 def _settle(cluster: Cluster) -> None:
-    """The actors stop; what is under way arrives."""
+    """The run is over: the actors stop, and what they have committed arrives."""
+    time = cluster.time
     cluster.is_over = True
-    cluster.time.run(cluster.time.now_s + 8.0 + 20 * cluster.turn_s)
+    for host in cluster.hosts.values():
+        if isinstance(host, ReplayMachine) and host.server is not None:
+            host.server.over = time.rng.choice(("", "enough"))
+    time.run(time.now_s + 8.0 + 20 * cluster.turn_s)
+    relays = [p for p in cluster.processes if p.name == "relay"]
+
+    def waiting() -> list[str]:
+        return [p.title for p in relays if p.role is None or p.role.outbox.on_their_way]
+
+    if not time.run(time.now_s + DRAIN_S, lambda: not waiting()):
+        raise Violation(
+            f"stuck: {DRAIN_S:.0f} s after the end chunks wait at {', '.join(waiting())}"
+        )
     cluster.checker.settle()
