@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zapex.chunks.layout import ACTOR, COUNT, INCARNATION, SEQUENCE, STREAM
 from zapex.chunks.store import ChunkStore
-from zapex.errors import ConfigError, Fenced
+from zapex.errors import ConfigError
 from zapex.host.roster import Routes
 from zapex.net.link import ZmqLink
 from zapex.wire import messages
@@ -121,10 +121,6 @@ class ChunkSender:
         self._queues.clear()
         return [chunk.slot for chunk in chunks]
 
-    def forget_numbers(self) -> None:
-        """Take any actor numbers from the next welcome: the replay has another memory."""
-        self._numbers = []
-
     def do_work(self) -> int:
         """Send what the credit allows. Returns how many chunks."""
         done, now_s = 0, self._clock_s()
@@ -178,10 +174,7 @@ class ChunkSender:
         queue.sent = 0
 
     def _welcome(self, welcome: messages.Welcome, channel: int) -> None:
-        numbers = welcome.actors["actor"].tolist()
-        if self._numbers and numbers != self._numbers:
-            raise Fenced(f"another host now has the actor numbers {self._numbers} of this one")
-        self._numbers = numbers
+        self._numbers = welcome.actors["actor"].tolist()  # others only at another memory
         # There is no order between the two connections. A welcome on BULK may be older than the
         # last ack, so it must not lower the credit of that ack.
         self._states(
@@ -323,7 +316,6 @@ class ShardedChunkSender:
         if self._routes.is_new_memory(shard, welcome.epoch):
             # What the former memory had is gone; what it had not is sent to this one.
             slots = self._senders[shard].take_back()
-            self._senders[shard].forget_numbers()
             self.offer(slots)
 
 

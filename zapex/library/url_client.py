@@ -206,7 +206,6 @@ class UrlSlots:
         # What the former memory had is gone; what it had not is sent to this one.
         self._memories.add(welcome.epoch)
         left = self._sender.take_back()
-        self._sender.forget_numbers()
         self._sequence = itertools.count()
         self.sent.clear()
         self._offer(left)

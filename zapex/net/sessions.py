@@ -179,7 +179,7 @@ class Sessions:
         # A number starts again with each new host: it may be free now, but not for a former one.
         has_numbers = hello.role in _WRITERS and hello.epoch == self._roster.epoch
         if has_numbers and len(self._roster.actors_of(hello.host)) < hello.actors:
-            return Error(Fault.FENCED, "other clients were given the actor numbers of this one")
+            return Error(Fault.FENCED, "another client was given an actor number of this one")
         if hello.role == "learner" and not self.takes_learner:
             return Error(Fault.REFUSED, "this replay has its learner on its own host")
         known = self._clients[hello.role].get(_place(hello))

@@ -193,11 +193,8 @@ def make_relay(start: Start) -> LinkedRole:
     link = links[0]
 
     def check(welcome: Welcome, channel: int) -> None:
-        numbers = tuple(welcome.actors["actor"].tolist())
         if welcome.epoch != membership.epoch:
             raise Fenced("the replay was restarted with a new memory")
-        if numbers != membership.numbers:
-            raise Fenced(f"another host now has the actor numbers {membership.numbers} of this one")
 
     link.register(on_welcome=check)
     sender: ChunkLink
