@@ -98,14 +98,15 @@ KINDS = {
 _OF_ONE_MACHINE = {"die": 10, "stop": 10, "power": 1, "clock": 1}
 
 
-def _has_handles(seed: int) -> bool:
-    return seed % 10 == 8
+def kind_of(seed: int) -> str:
+    """What is simulated: mostly a run; or a replay's programs, by URL or by its handle."""
+    return "url" if seed % 5 == 2 else "handle" if seed % 10 == 8 else "run"
 
 
 def faults_of(seed: int) -> list[Fault]:
     """A run's faults. Some runs have few, so that others are not hidden by them."""
     rng = random.Random(f"faults {seed}")
-    weights = _OF_ONE_MACHINE if _has_handles(seed) else KINDS
+    weights = _OF_ONE_MACHINE if kind_of(seed) == "handle" else KINDS
     kinds = rng.sample(list(weights), rng.randint(1, len(weights)))
     many = rng.choice((3, 15, 30, 60))
     chosen = rng.choices(kinds, [weights[kind] for kind in kinds], k=many)
@@ -219,12 +220,8 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
     faults = faults_of(seed) if faults is None else faults
     time = Timeline(seed)
     cluster = Cluster(time)
-    if seed % 5 == 2:
-        library.build(cluster)
-    elif _has_handles(seed):
-        handles.build(cluster)
-    else:
-        cluster.build()
+    builds = {"url": library.build, "handle": handles.build, "run": Cluster.build}
+    builds[kind_of(seed)](cluster)
     outcome = Outcome(seed, faults, history=time.history, shape=cluster.library or cluster.shape)
     nemesis = _Nemesis(cluster)
     time.say(str(outcome.shape))
