@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -130,6 +130,28 @@ def tuning(seed: int = 1) -> Iterator[Row]:
 def tuning_amx() -> Iterator[Row]:
     """The same with the second seed, on a machine with AMX."""
     yield from tuning(2)
+
+
+def rivals() -> Iterator[Row]:
+    """Scores of the preset and of others after ten minutes, on games that nobody's settings saw."""
+    runs = {
+        (run["variant"], run["env"]): run for run in of("learning").values()
+        if run["minutes"] == 10 and run["seed"] == 1 and "failed" not in run
+    }  # fmt: skip
+    games = {game: f"ALE/{game}-v5" for game in learning.REPORTED}
+    played = [game for game in games if ("CleanRL PQN", games[game]) in runs]
+    yield "", *(text for game in played for text in (game, "its million frames"))
+    for name in ("preset", *learning.RIVALS):
+        cells = [_score(runs.get((name, games[game]))) for game in played]
+        if any(map(any, cells)):
+            yield name, *(text for cell in cells for text in cell)
+
+
+def _score(run: Mapping[str, Any] | None) -> tuple[str, str]:
+    if run is None:
+        return "", ""
+    share = human_share(run["env"], float(np.mean(run["final_returns"])))
+    return f"{share:.2f}", f"{run['curve'][-1][1] / 1e6:.2f}"
 
 
 def learners() -> Iterator[Row]:
@@ -371,7 +393,7 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, tuning, tuning_amx, variants, learners, gpu, replay, tree, scale, crowds,
+        training, tuning, tuning_amx, rivals, variants, learners, gpu, replay, tree, scale, crowds,
         clients, host, hosts, cluster, survives, files,
     )
 }  # fmt: skip
