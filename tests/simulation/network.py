@@ -109,6 +109,10 @@ class Pipe:
     def end(self) -> None:
         """Nothing leaves or arrives any more; what has arrived may be read."""
         self.dead = True
+        self.drop()
+
+    def drop(self) -> None:
+        """What has not left is not sent any more, nor read."""
         for _, sent in self.leaving:
             sent.done = True
         self.leaving.clear()
@@ -203,7 +207,7 @@ class Network:
             self.time.soon(*_PATIENCE_S, lambda: end(silent=True))
             return
         pipe = one.up if path is one.up.path else one.down
-        pipe.leaving.clear()
+        pipe.drop()
         self.time.after(max(0.0, pipe._last_s - self.time.now_s) + 0.001, end)
 
 
