@@ -140,7 +140,7 @@ class Connection:
             return
         self.client_up = False
         self.down.end()
-        if silent:
+        if silent or self.up.dead:
             self.up.end()
         self.net.notice(self, self.up.path, self.end_server, silent)
 

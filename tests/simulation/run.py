@@ -302,7 +302,9 @@ def _settle(cluster: Cluster) -> None:
     relays = [p for p in cluster.processes if p.name == "relay"]
 
     def waiting() -> list[str]:
-        return [p.title for p in relays if p.role is None or p.role.outbox.on_their_way]
+        """A relay that dies at the end and was not welcomed again has lost what it had."""
+        there = [p for p in relays if p.role is not None and p.links[0].is_open]
+        return [p.title for p in there if p.role.outbox.on_their_way]
 
     if not time.run(time.now_s + DRAIN_S, lambda: not waiting()):
         raise Violation(
