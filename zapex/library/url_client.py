@@ -720,7 +720,10 @@ class UrlClient(ReplayClient):
 
     def __len__(self) -> int:
         with self._lock:
-            return sum(count for _, count in self._look())
+            found = self._look()
+        if not found:
+            raise PeerTimeout("none of the replays answers")
+        return sum(count for _, count in found)
 
     def stats(self) -> dict[str, float]:
         """Counters of all replays that answer, added up; see PrioritizedReplay.stats."""
@@ -733,6 +736,8 @@ class UrlClient(ReplayClient):
                 for name in _LARGEST & of_one.keys():
                     largest[name] = max(largest.get(name, 0), of_one.pop(name))
                 found.update(of_one)
+        if not found:
+            raise PeerTimeout("none of the replays answers")
         if self._several:
             shares = self._shares
             counts = {"away": len(shares.away), "lost": shares.lost, "back": shares.back}
