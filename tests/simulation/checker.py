@@ -96,7 +96,8 @@ class Checker:
         self.rows = self.batches = self.published = self.updates = 0
         self.made: Counter[int] = Counter()  # chunks that an actor's number has committed
         self.learners: dict[int, int] = {}  # batches of each learner's life
-        self._last_at: dict[int, int] = {}  # its batches, when a later life learned its first
+        self._spells: list[int] = []  # which lives learned in turn, each more than 20 batches
+        self._outside: Counter[int] = Counter()  # batches of the others in the last spell
         self._numbers: dict[int, tuple[int, int]] = {}  # who learned a batch of this number
         # Sums over all draws: what was drawn, less what was to be expected, and its variance; of
         # the leaves, and of their places.
@@ -468,11 +469,14 @@ class Checker:
         """A learner's life learns once more: what the priorities carry, so that they tell when."""
         self.batches += 1
         at = self.learners[who] = self.learners.get(who, -1) + 1
-        after = sum(self.learners[one] for one in self.learners if one > who)
-        if self.one_learner and after > 20 and at > self._last_at.get(who, 0) + 20:
+        if [who] != self._spells[-1:]:
+            self._outside[who] += 1
+            if self._outside[who] > 20:
+                self._spells.append(who)
+                self._outside.clear()
+        # One may lose its place and get it back, once the other has left.
+        if self.one_learner and len(self._spells) > 3 and self._spells[-4:-2] == self._spells[-2:]:
             raise Violation("foreign: two learners learn")
-        if not after:
-            self._last_at[who] = at
         number = 1 + self.batches % (_UPDATES - 1)  # 0 is the actor's own
         self._numbers[number] = who, at
         return np.float32(number / _UPDATES / 4)
