@@ -180,6 +180,19 @@ def test_actors_leave_a_lost_shard_and_return(world: World) -> None:
     assert set((held[0] + held[1]).values()) == {1}
 
 
+def test_the_first_shard_that_answers_again_gets_what_waits_for_the_others(world: World) -> None:
+    world.play(4)
+    for shard in range(2):
+        world.shards.stop(shard)
+    for actor in range(ACTORS):
+        world.relay.make(actor)
+    world.pass_s(GONE_S + 1)
+    assert world.relay.sender.unacknowledged == ACTORS
+    world.shards.start(0)
+    world.settle()
+    assert {who[0] for who in world.held()[0]} == set(range(ACTORS))
+
+
 # The learner.
 
 
