@@ -291,6 +291,8 @@ class Checker:
     def _check_update(
         self, replay: ReplayCore, memory: Memory, keys: Longs, values: NDArray[np.float64]
     ) -> None:
+        if not len(keys):
+            return
         live = self._live(replay, keys)
         rows = slots_and_rows(keys[live])
         given = self.truth.columns["priority"][memory.rows[rows]]  # by the actors
