@@ -133,7 +133,7 @@ def tuning_amx() -> Iterator[Row]:
 
 
 def rivals() -> Iterator[Row]:
-    """Scores of the preset and of others after ten minutes, on games that nobody's settings saw."""
+    """The preset and others after ten minutes, on games that no setting was tuned on."""
     runs = {
         (run["variant"], run["env"]): run for run in of("learning").values()
         if run["minutes"] == 10 and run["seed"] == 1 and "failed" not in run

@@ -312,7 +312,7 @@ class ShardedChunkSender:
     def _come_back(self, shard: int) -> None:
         self._tell(f"shard {shard} answers again: its actors go back to it")
         for other, gone in enumerate(self._gone):
-            if gone and self._senders[other].unacknowledged:  # since all were gone
+            if gone and self._senders[other].unacknowledged:  # from when all were gone
                 self._leave(other)
 
     def _welcome(self, shard: int, welcome: messages.Welcome, channel: int) -> None:
