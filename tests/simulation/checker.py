@@ -103,6 +103,8 @@ class Checker:
         # the leaves, and of their places.
         self._far, self._variance = np.zeros(2), np.zeros(2)
         self.loaded: dict[str, int] = {}
+        # How often something came to a sleeping role, and whether the role knew that it had work.
+        self.woken: Counter[tuple[str, bool]] = Counter()
 
     # The replay's side.
 
@@ -501,5 +503,9 @@ class Checker:
         )
         if missing:
             raise Violation(f"lost: acknowledged and never there: {missing[:4]}")
+        for role, _ in list(self.woken):
+            knew, did_not = self.woken[role, True], self.woken[role, False]
+            if did_not > 10 + knew // 10:  # some things are due by the clock alone
+                raise Violation(f"stuck: {role} would sleep on: woken {did_not} times of {knew}")
         if (np.abs(self._far) > 6 * np.sqrt(self._variance) + 1e-3).any():
             raise Violation(f"foreign: draws are {self._far} away from {np.sqrt(self._variance)}")

@@ -80,6 +80,7 @@ from zapex.zmq_transport import (
 STREAMS, CHUNK, PREFETCH, PARAMETER_BYTES, BETA = 2, 8, 3, 1 << 12, 0.4
 _DAY_NS = 1_800_000_000 * 10**9
 CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
+CALM_S = 40.0  # after a fault
 _SLEEP_S = 2.0, 0.5  # about; who has sockets looks for silence, too, each second
 
 
@@ -159,9 +160,10 @@ class Process:
         self.time = host.cluster.time
         self.role: Any = None
         self.life = self.incarnation = 0
+        self._wasted: int | None = None  # messages, when all was calm
         self.sockets: list[Any] = []
         self.links: list[ZmqLink] = []
-        self.asleep = False
+        self.asleep = self._woken = False
         self._turns = 0  # counts those that were planned
         # A step, at which of its passages, and the time until which it stops there; 0: it dies.
         self.order: tuple[str, int, float] | None = None
@@ -197,12 +199,18 @@ class Process:
         if self.stopped_until_s > self.time.now_s:
             self.time.after(self.stopped_until_s - self.time.now_s, partial(self._turn, turn))
             return
-        life = self.life
+        life, woken, self._woken = self.life, self._woken, False
         if self.asleep:
             self._declare(asleep=False)
+        knew = woken and self._run(self.role.ready)
+        if life != self.life:
+            return
         work = self._run(self.role.do_work)
+        if life == self.life:
+            self._look_for_waste()
         if work:
             self.time.say(f"{self.title} {work}")
+            self.host.cluster.checker.woken[self.name.split()[0], bool(knew)] += woken
         if life == self.life:
             sleeps = not work and self._run(self._falls_asleep)
             about_s = _SLEEP_S[bool(self.sockets)] if sleeps else self.host.cluster.turn_s
@@ -212,9 +220,19 @@ class Process:
         self._turns += 1
         self.time.soon(0.2 * about_s, 1.8 * about_s, partial(self._turn, self._turns))
 
+    def _look_for_waste(self) -> None:
+        """Where nothing has failed for long, nothing is sent twice or turned down."""
+        found = sum(link.counts["bad"] + link.counts["renewed"] for link in self.links)
+        found += getattr(self.role, "wasted", lambda: 0)()
+        calm = self.host.cluster.is_calm
+        before, self._wasted = self._wasted, found if calm else None
+        if calm and before is not None and found > before:
+            raise Violation(f"stuck: {self.title} has {found - before} messages in vain")
+
     def wake(self) -> None:
         """Something has come for it: it does not sleep on (machine/waiting.py)."""
         if self.asleep:
+            self._woken = True
             self._declare(asleep=False)
             if not self.held:
                 self._again(0.5 * self.host.cluster.turn_s)
@@ -252,6 +270,9 @@ class Process:
         try:
             found = call()
         except (Fenced, Refused, RunOver) as error:
+            refused = isinstance(host, LearnerMachine) and isinstance(error, Refused)
+            if cluster.is_calm and not refused:
+                raise Violation(f"stuck: {self.title} leaves: {error!r}") from error
             if not copied:
                 self.role = None
                 self.life += 1
@@ -308,8 +329,8 @@ class Process:
     def die(self, *, silent: bool = False) -> None:
         """It is gone. Its parent starts it again, if the machine is there."""
         self.life += 1
-        life, self.role, self.order = self.life, None, None
-        self.asleep = self.held = False
+        life, self.role, self.order, self._wasted = self.life, None, None, None
+        self.asleep = self._woken = self.held = False
         self.stopped_until_s = 0.0
         for socket in self.sockets:
             socket.close(silent=silent)
@@ -322,6 +343,11 @@ class Process:
         self.time.soon(0.001, 0.1, lambda: life == self.life and self._announce(0))
         longest_s = self.time.rng.choice((1.0, 2.0, 8.0))
         self.time.soon(0.1, longest_s, lambda: life == self.life and self.start())
+
+
+def in_vain(source: ZmqExperienceSource) -> int:
+    """Chunks that a replay got and did not take."""
+    return sum(source.counts[what] for what in ("doubled", "early", "uncredited", "refused"))
 
 
 class Host:
@@ -654,7 +680,10 @@ class ReplayMachine(Host):
                 self._saved = cluster.checker.leaves_of(replay.store, known)
             return work
 
-        return SimpleNamespace(do_work=do_work, ready=role.ready, replay=replay, intake=intake)
+        return SimpleNamespace(
+            do_work=do_work, ready=role.ready, replay=replay, intake=intake,
+            wasted=partial(in_vain, source) if shape.shards else lambda: 0,
+        )  # fmt: skip
 
     def _look(self, process: Process) -> None:
         if process.name != "replay":
@@ -750,8 +779,10 @@ class ActorMachine(Host):
             report=StatsSender(link, blocks).do_work,
             ended=lambda: False,
         )  # fmt: skip
-        ready = relay.ready
-        return SimpleNamespace(do_work=relay.do_work, ready=ready, intake=intake, outbox=outbox)
+        return SimpleNamespace(
+            do_work=relay.do_work, ready=relay.ready, intake=intake, outbox=outbox,
+            wasted=lambda: sender.counts["again"],
+        )  # fmt: skip
 
     def _look(self, process: Process) -> None:
         if process.name == "relay":
@@ -824,6 +855,7 @@ class Cluster:
         self.running: Any = None  # the process whose turn it is
         self.library: Any = None  # the shape, if replays are served to programs
         self.is_over = False
+        self.trouble_s = 4.0 - CALM_S  # when the last fault ends; a start is not calm, either
         self.turn_s = time.rng.choice((0.1, 0.3, 1.0))
         layout = ReplayLayout(
             SCHEMA, shape.capacity, shape.all_actors * STREAMS, CHUNK
@@ -881,6 +913,11 @@ class Cluster:
         """All machines, at about the same time."""
         for host in self.hosts.values():
             self.time.soon(*((10.0, 40.0) if host.name == "rival" else (0.0, 2.0)), host.boot)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nobody has a reason to fail, as all had time to recover from the last fault."""
+        return self.turn_s < 1.0 and self.time.now_s > self.trouble_s + CALM_S and not self.is_over
 
     def tell(self, text: str) -> None:
         """What a role says to the user."""

@@ -14,11 +14,20 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from tests.simulation.checker import Memory
-from tests.simulation.cluster import BETA, CHECK_EVERY, CHUNK, STREAMS, Cluster, Host, Process
+from tests.simulation.cluster import (
+    BETA,
+    CHECK_EVERY,
+    CHUNK,
+    STREAMS,
+    Cluster,
+    Host,
+    Process,
+    in_vain,
+)
 from tests.simulation.truth import SCHEMA, TableStreams, Violation, length_of
 from zapex.chunks.batch import aligned_zeros
 from zapex.chunks.store import ChunkStore
-from zapex.errors import NotEnoughData, PeerTimeout
+from zapex.errors import NotEnoughData, PeerError, PeerTimeout
 from zapex.library import url_client, url_server
 from zapex.net.keys import Security
 from zapex.net.link import ZmqLink
@@ -67,6 +76,12 @@ def build(cluster: Cluster) -> None:
             super().settle()
             cluster.checker.owed |= dict.fromkeys(self._closed, self._title)
             self._closed.clear()
+
+        def release_streams(self, streams: int, slots: Any) -> None:
+            self.settle()
+            if sorted([*self._free, *slots.tolist()]) != list(range(self.store.slots)):
+                raise Violation(f"lost: {self._title} has the slots {self._free} and {slots}")
+            super().release_streams(streams, slots)
 
     def look_while_idle(link: Any) -> None:
         cluster.running.role.links.append(link)
@@ -150,7 +165,8 @@ class ServedMachine(Host):
 
     def _make(self, process: Process) -> Any:
         cluster, known = self.cluster, self.known
-        served = url_server.make_server(self.config, self.blocks[0], process.incarnation)
+        served: Any = url_server.make_server(self.config, self.blocks[0], process.incarnation)
+        served.wasted = partial(in_vain, served._intake._source)
         served.server.guard.close()  # its thread has nothing to guard here
         known.limiter, known.began = served._limiter, len(served._replay)
         served._replay.warn = cluster.tell
@@ -247,7 +263,7 @@ class Program:
                 client = self.connect()
                 self._visit(client, self._process.incarnation + visits)
             except self.ends as error:
-                self._cluster.tell(f"{self._process.title}: {error}")
+                self._failed(error)
                 if client is not None:
                     self.use_once_more(client)
             if client is not None:
@@ -284,7 +300,8 @@ class Program:
                 elif what < 0.95:
                     try:
                         batch = client.sample(cluster.library.batch, beta)
-                    except (NotEnoughData, *self.again):
+                    except (NotEnoughData, *self.again) as error:
+                        self._failed(error)
                         continue
                     errors = cluster.checker.batch(batch, who, beta)
                     self._idle(rng.choice((0.1, 0.1, 0.1, self.pause_s)))
@@ -304,6 +321,13 @@ class Program:
                 else:
                     self._idle(rng.uniform(0.0, 1.0))
             self._until_done(writer.close)
+
+    def _failed(self, error: Exception) -> None:
+        """A call has raised: who waits for others' samples has a reason, or who is in trouble."""
+        self._cluster.tell(f"{self._process.title}: {error}")
+        limited = self._cluster.library.samples_per_insert > 0
+        if self._cluster.is_calm and not limited and isinstance(error, PeerError):
+            raise Violation(f"stuck: {self._process.title}: {error!r}") from error
 
     def _update(self, client: Any, keys: Any, errors: Any) -> None:
         applied, stale = client.update_priorities(keys, errors)
@@ -348,7 +372,7 @@ class Program:
                 self._host.calls += 1
                 return
             except self.again as error:
-                self._cluster.tell(f"{self._process.title}: {error}")
+                self._failed(error)
                 self._idle(self._rng.uniform(0.0, 1.0))
 
 

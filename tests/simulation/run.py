@@ -1,5 +1,6 @@
 """One run: its faults, drawn from its seed, and what came of it."""
 
+import math
 import random
 import traceback
 from collections.abc import Sequence
@@ -148,16 +149,21 @@ class _Nemesis:
     def do(self, fault: Fault) -> None:
         """A fault happens."""
         self._time.say(f"fault: {fault}")
+        lasts_s = self._do(fault, FAULTY_S - self._time.now_s)
+        self._cluster.trouble_s = max(self._cluster.trouble_s, self._time.now_s + lasts_s)
+
+    def _do(self, fault: Fault, left_s: float) -> float:
+        """Do it. Returns how long it lasts at most."""
         a, b, c, d = fault.numbers
-        left_s = FAULTY_S - self._time.now_s
         hosts = list(self._cluster.hosts.values())
         match fault.kind:
             case "die" | "stop":
                 process = _pick([p for p in self._cluster.processes if p.role is not None], a)
                 if process is None:
-                    return
+                    return 0.0
                 named = _steps_of(process)
-                until_s = self._time.now_s + min(left_s, 60 * b**3)
+                lasts_s = min(left_s, 60 * b**3)
+                until_s = self._time.now_s + lasts_s
                 if fault.kind == "stop" and (c < 0.5 or not named):
                     process.stopped_until_s = until_s
                 elif fault.kind == "stop":
@@ -166,29 +172,35 @@ class _Nemesis:
                     process.die()
                 else:
                     self._order(process, _pick(named, c), d)
+                return max(lasts_s, _ORDER_S)
             case "cut" | "cut one way":
                 here, there = self._ends(a, b)
+                lasts_s = min(left_s, 40 * c**2)
                 for ways in ((here, there), (there, here))[: 1 + (fault.kind == "cut")]:
                     self._cluster.net.block(*ways, blocked=True)
                     self._time.after(
-                        min(left_s, 40 * c**2),
-                        lambda w=ways: self._cluster.net.block(*w, blocked=False),
+                        lasts_s, lambda w=ways: self._cluster.net.block(*w, blocked=False)
                     )
+                return lasts_s
             case "reset":
                 self._cluster.net.reset(*self._ends(a, b))
             case "slow":
                 path = self._cluster.net.path(*self._ends(a, b))
                 path.delay_s, path.bytes_per_s = (0.0, 2 * c**2), 10 ** (3 + 3 * d)
-                self._time.after(min(left_s, 30 * d), lambda: self._heal(path))
+                lasts_s = min(left_s, 30 * d)
+                self._time.after(lasts_s, lambda: self._heal(path))
+                return lasts_s
             case "power":
                 host = _pick(hosts, a)
+                lasts_s = min(left_s, 20 * b)
                 if not host.off and host.processes:
                     host.lose_power()
                     boots = host.boots
-                    off_s = min(left_s, 20 * b)
-                    self._time.after(off_s, lambda: host.boots == boots and host.boot())
+                    self._time.after(lasts_s, lambda: host.boots == boots and host.boot())
+                return lasts_s
             case "clock":
                 _pick(hosts, a).ahead_ns += int((b - 0.5) * 2e10)
+        return 0.0
 
     @staticmethod
     def _heal(path: Any) -> None:
@@ -234,6 +246,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
         second = cluster.hosts.get("replay1")
         if cluster.shape.loses_shard and isinstance(second, ReplayMachine):
             second.lose_power()
+            cluster.trouble_s = math.inf
         _progress(cluster)
         _settle(cluster)
     except Violation as violation:

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +50,6 @@ class ProcessLock:
         self._lock.release()
 
 
-class WriterLink(SlotProvider, Protocol):
-    """The separate link of a writer."""
-
-    def close(self) -> None:
-        """Close the link."""
-
-
 class ReplayClient(ReplayInterface):
     """A replay of another process or host. Public methods are thread-safe."""
 
@@ -95,7 +88,7 @@ class ReplayClient(ReplayInterface):
             link.reserve_streams(num_envs)
             return Writer(link, num_envs, autoreset)
         except BaseException:
-            link.close()
+            link.give_up()
             raise
 
     def close(self) -> None:
@@ -117,5 +110,5 @@ class ReplayClient(ReplayInterface):
         """At most `_most_rows` of an update."""
         raise NotImplementedError
 
-    def _writer_link(self, num_envs: int) -> WriterLink:
+    def _writer_link(self, num_envs: int) -> SlotProvider:
         raise NotImplementedError

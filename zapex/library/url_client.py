@@ -189,13 +189,12 @@ class UrlSlots:
         memory = aligned_zeros(ChunkStore.required_bytes(layout.chunk_layout, slots))
         self.store = ChunkStore(memory, layout.chunk_layout, slots)
         self._free = deque(range(slots))
-        self.sent: list[int] = []  # sequences since the caller last cleared this list
         self._use(link)
 
     def _use(self, link: UrlLink) -> None:
         """Send over this link from now on."""
         self._link, self._memories = link, {link.welcome.epoch}  # those that it has met
-        self._sequence = itertools.count()
+        self._sequence = self._first = 0  # the next chunk's; that of the first since `mark`
         link.link.register(on_welcome=self._welcome)  # before the sender's
         self._sender = ChunkSender(link.link, self.store)
         link.chores.append(self._pump)
@@ -206,14 +205,22 @@ class UrlSlots:
         # What the former memory had is gone; what it had not is sent to this one.
         self._memories.add(welcome.epoch)
         left = self._sender.take_back()
-        self._sequence = itertools.count()
-        self.sent.clear()
+        self._sequence = self._first = 0
         self._offer(left)
 
     @property
     def number(self) -> int:
         """Its actor number at the replay."""
         return int(self._link.welcome.actors["actor"][0])
+
+    def mark(self) -> None:
+        """`sent` begins here."""
+        self._first = self._sequence
+
+    @property
+    def sent(self) -> range:
+        """Sequences of the chunks since `mark` that the replay's present memory has, or gets."""
+        return range(self._first, self._sequence)
 
     def _pump(self) -> None:
         self._sender.do_work()
@@ -225,14 +232,10 @@ class UrlSlots:
     def release_streams(self, streams: int, slots: NDArray[np.int64]) -> None:
         """Send the last chunks, and close the link of a closed writer."""
         self.settle()
-        self.close()
+        self.give_up()
 
     def give_up(self) -> None:
         """Close the link; chunks that were not acknowledged may be lost."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the link."""
         self._link.close()
 
     def admit(self, rows: int) -> None:
@@ -263,7 +266,6 @@ class UrlSlots:
         """Send what is not acknowledged over another link, where all of it is new."""
         left = self._sender.take_back()
         self._link.close()
-        self._free.extend(self._sender.take_freed())
         self._use(link)
         self._offer(left)
 
@@ -282,10 +284,9 @@ class UrlSlots:
         self._pump()
 
     def _offer(self, slots: Sequence[int]) -> None:
-        first = len(self.sent)
-        self.sent += itertools.islice(self._sequence, len(slots))
-        for slot, sequence in zip(slots, self.sent[first:], strict=True):
-            self.store.header_rows[slot, [ACTOR, INCARNATION, SEQUENCE]] = 0, 1, sequence
+        for slot in slots:
+            self.store.header_rows[slot, [ACTOR, INCARNATION, SEQUENCE]] = 0, 1, self._sequence
+            self._sequence += 1
         self._sender.offer(slots)
 
     def settle(self) -> None:
@@ -665,19 +666,19 @@ class UrlClient(ReplayClient):
             slots, extender = self._extending[shard]
             try:
                 with slots.lock:
-                    slots.sent.clear()
+                    slots.mark()
                     extender.extend(rows)
                     extender.close()
                     slots.settle()
-                    sent = list(slots.sent)
+                    sent = slots.sent
                 return with_shard(self._keys_of(shard, slots.number, sent, len(rows.reward)), shard)
             except PeerTimeout:
                 if self._several:  # another replay gets these rows
                     del self._extending[shard]
-                    slots.close()
+                    slots.give_up()
                 raise
 
-    def _keys_of(self, shard: int, actor: int, sent: list[int], rows: int) -> NDArray[np.int64]:
+    def _keys_of(self, shard: int, actor: int, sent: range, rows: int) -> NDArray[np.int64]:
         """Keys of the rows in these chunks, in order; -1 for a row whose chunk is evicted."""
         with self._lock:
             replay, found = self._replays[shard], [np.empty(0, np.int64)]
@@ -749,7 +750,7 @@ class UrlClient(ReplayClient):
         for replay in self._replays:
             replay.link.close()
         for slots, _ in self._extending.values():
-            slots.close()
+            slots.give_up()
 
 
 def _check(urls: Sequence[str], prefetch: int, shard_timeout_s: float) -> None:
