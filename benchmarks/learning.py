@@ -53,7 +53,7 @@ VARIANTS = {
     "uniform": "--alpha 0",
     "alpha 0.2": "--alpha 0.2",
     "n-step 1": "--n-step 1",
-    "maximum first": "--initial-priority max",
+    "actor priorities": "--initial-priority actor",
     "LAP": "--quantiles 0 --priority-floor 1 --beta 0",
     "recency": "--recency 3",
     "cut": "--cut-exploratory",

@@ -141,7 +141,7 @@ def rivals() -> Iterator[Row]:
     games = {game: f"ALE/{game}-v5" for game in learning.REPORTED}
     played = [game for game in games if ("CleanRL PQN", games[game]) in runs]
     yield "", *(text for game in played for text in (game, "its million frames"))
-    for name in ("preset", *learning.RIVALS):
+    for name in ("preset", "actor priorities", *learning.RIVALS):
         cells = [_score(runs.get((name, games[game]))) for game in played]
         if any(map(any, cells)):
             yield name, *(text for cell in cells for text in cell)
