@@ -11,6 +11,9 @@ from pkgutil import resolve_name
 from types import CodeType
 from typing import Any
 
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
+
 from tests.simulation.mutants import mutant
 from tests.stress import steps
 
@@ -46,7 +49,12 @@ def plant(name: str) -> None:
     changed = compile(steps.with_calls(text.replace(before, after)), str(path), "exec")
     found: Any = resolve_name(f"{module}:{function}")
     found = getattr(found, "fget", found)
-    found.__code__ = _code_of(changed, function)
+    if isinstance(found, Dispatcher):
+        found._cache = NullCache()  # other processes use the real one
+        found.py_func.__code__ = _code_of(changed, function)
+        found.recompile()
+    else:
+        found.__code__ = _code_of(changed, function)
 
 
 def _function_at(tree: ast.Module, line: int) -> str:
