@@ -80,7 +80,9 @@ from zapex.zmq_transport import (
 STREAMS, CHUNK, PREFETCH, PARAMETER_BYTES, BETA = 2, 8, 3, 1 << 12, 0.4
 _DAY_NS = 1_800_000_000 * 10**9
 CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
-CALM_S = 40.0  # after a fault
+CALM_S = 80.0
+"""After a fault. For 60 s a replay keeps the numbers of an actor host that only said hello."""
+_START_S = 4.0  # of replays and clients, in any order
 _SLEEP_S = 2.0, 0.5  # about; who has sockets looks for silence, too, each second
 
 
@@ -855,7 +857,7 @@ class Cluster:
         self.running: Any = None  # the process whose turn it is
         self.library: Any = None  # the shape, if replays are served to programs
         self.is_over = False
-        self.trouble_s = 4.0 - CALM_S  # when the last fault ends; a start is not calm, either
+        self.trouble_s = -np.inf  # when the last fault ends
         self.turn_s = time.rng.choice((0.1, 0.3, 1.0))
         layout = ReplayLayout(
             SCHEMA, shape.capacity, shape.all_actors * STREAMS, CHUNK
@@ -917,7 +919,8 @@ class Cluster:
     @property
     def is_calm(self) -> bool:
         """Whether nobody has a reason to fail, as all had time to recover from the last fault."""
-        return self.turn_s < 1.0 and self.time.now_s > self.trouble_s + CALM_S and not self.is_over
+        since_s = max(_START_S, self.trouble_s + CALM_S)
+        return self.turn_s < 1.0 and self.time.now_s > since_s and not self.is_over
 
     def tell(self, text: str) -> None:
         """What a role says to the user."""
