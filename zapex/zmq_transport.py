@@ -176,7 +176,7 @@ class ChunkSender:
     def _welcome(self, welcome: messages.Welcome, channel: int) -> None:
         self._numbers = welcome.actors["actor"].tolist()  # others only at another memory
         # There is no order between the two connections. A welcome on BULK may be older than the
-        # last ack, so it must not lower the credit of that ack.
+        # last ack on SMALL, which has told the credit since that connection's own welcome.
         self._states(
             welcome.actors, late=channel == BULK and welcome.incarnation == self._link.server
         )
@@ -192,7 +192,8 @@ class ChunkSender:
             if number not in self._numbers:
                 continue
             queue = self._queues.setdefault(self._numbers.index(number), _Queue())
-            queue.credit_bytes = max(credit_bytes, queue.credit_bytes) if late else credit_bytes
+            if not late:
+                queue.credit_bytes = credit_bytes
             there = bisect.bisect_left(queue.chunks, _Chunk(incarnation, sequence, -1))
             if there:
                 self._leaving.extend(queue.chunks[:there])

@@ -62,19 +62,21 @@ def spied(relay: Relay) -> list[tuple[int, int, int]]:
     return sent
 
 
-def test_an_older_welcome_does_not_lower_the_credit() -> None:
+def test_an_older_welcome_does_not_change_the_credit() -> None:
     _, relay, _ = pair()
     credit, welcome = _credit(relay), relay.link.welcome
     assert welcome is not None
     states = welcome.actors.copy()
-    states["credit_bytes"] = 0
 
-    def welcomed(incarnation: int) -> None:
+    def welcomed(incarnation: int, credit_bytes: int = 0) -> None:
+        states["credit_bytes"] = credit_bytes
         late = replace(welcome, incarnation=incarnation, actors=states, fresh=False)
         for call in relay.link.on_welcome:
             call(late, BULK)
 
     welcomed(welcome.incarnation)
+    assert _credit(relay) == credit
+    welcomed(welcome.incarnation, 1 << 30)
     assert _credit(relay) == credit
     welcomed(welcome.incarnation + 1)  # of a server that has granted nothing yet
     assert _credit(relay) == 0
