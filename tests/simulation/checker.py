@@ -506,6 +506,8 @@ class Checker:
         for role, _ in list(self.woken):
             knew, did_not = self.woken[role, True], self.woken[role, False]
             if did_not > 10 + knew // 10:  # some things are due by the clock alone
-                raise Violation(f"stuck: {role} would sleep on: woken {did_not} times of {knew}")
+                raise Violation(
+                    f"stuck: {role} would sleep on: {did_not} of {knew + did_not} times"
+                )
         if (np.abs(self._far) > 6 * np.sqrt(self._variance) + 1e-3).any():
             raise Violation(f"foreign: draws are {self._far} away from {np.sqrt(self._variance)}")

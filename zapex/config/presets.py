@@ -147,7 +147,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "learning_starts": (10_000, "seconds of experience instead of minutes"),
         "batch_size": (64, "as fast per sample as larger batches, with more updates"),
         "n_step": (5, "between 3 and 7: 7 learned faster at first, 3 reached more"),
-        "initial_priority": ("max", "what is new is soon learned from, which gave more a frame"),
+        "initial_priority": ("max", "new transitions are drawn soon: more was learned a frame"),
         "optimiser": ("adam", "learns from fewer batches than RMSProp"),
         "lr": (2e-4, "with Adam, in a short run"),
         "optimiser_eps": (1e-6, "1.5e-4 learned Breakout many times slower: gradients are small"),

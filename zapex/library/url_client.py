@@ -266,6 +266,7 @@ class UrlSlots:
         """Send what is not acknowledged over another link, where all of it is new."""
         left = self._sender.take_back()
         self._link.close()
+        self._free.extend(self._sender.take_freed())  # libzmq may have held some until now
         self._use(link)
         self._offer(left)
 
