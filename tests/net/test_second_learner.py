@@ -1,5 +1,7 @@
 """A second learner does not end the first one's training by chance."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.transport_rigs import (
@@ -11,6 +13,8 @@ from tests.support.transport_rigs import (
     until,
 )
 from zapex.errors import Fenced, Refused
+from zapex.net.sockets import _inode
+from zapex.wire.messages import Bye
 
 __all__ = ["nothing_left_open"]  # a fixture of every test here
 
@@ -51,3 +55,18 @@ def test_a_learner_can_join_after_another_disconnected() -> None:
     )
     second = make_link(server.url, "learner", 2, layout, incarnation=2)
     until(lambda: second.is_open, lambda: (server.turn(), second.do_work()), "a welcome")
+
+
+def test_what_a_learner_said_before_it_left_is_heard() -> None:
+    layout = layout_of(400)
+    server = NetworkReplay(Memory(layout, 1), "tcp://127.0.0.1:0")
+    learner = make_link(server.url, "learner", 1, layout)
+    until(lambda: learner.is_open, lambda: (server.turn(), learner.do_work()), "a welcome")
+    learner.close(bye=Bye("enough"))
+    listener: Any = server.listener
+    sockets = list(listener._connections._fds.values())
+    gone = lambda: all(_inode(fd) != inode for fd, inode in sockets)  # noqa: E731
+    until(gone, lambda: None, "the end of its connections")
+    listener._look_s = 0.0  # it looks for such ends once a second
+    server.turn()
+    assert server.server.over == "enough"

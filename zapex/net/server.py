@@ -278,13 +278,13 @@ class LinkServer:
         states: what a welcome says about its client's actors.
         """
         self.listener.do_work()
-        for peer in self.listener.gone():
-            self._conduct.pop(peer, None)
-            self.sessions.forget_peer(peer)
-        done = 0
+        gone, done = self.listener.gone(), 0
         while done < _AT_MOST and (received := self.listener.receive()) is not None:
             done += 1
             self._take(received, handlers, states)
+        for peer in gone:  # what it had said before it ended, as that it leaves, is read
+            self._conduct.pop(peer, None)
+            self.sessions.forget_peer(peer)
         self.counts["messages"] += done
         return done
 
