@@ -69,20 +69,27 @@ class ChunkSender:
         store: where the slots are. Actor i in its headers is the i-th of the actor numbers that the
             replay gave this host.
         clock_s: monotonic, in seconds; for tests.
+        leaving: those of a former sender.
 
     Attributes:
         counts: chunks and bytes sent, acknowledged, and sent again.
+        leaving: chunks that are acknowledged, and that libzmq may still read.
     """
 
     def __init__(
-        self, link: ZmqLink, store: ChunkStore, clock_s: Callable[[], float] = time.monotonic
+        self,
+        link: ZmqLink,
+        store: ChunkStore,
+        clock_s: Callable[[], float] = time.monotonic,
+        *,
+        leaving: Sequence[_Chunk] = (),
     ) -> None:
         self._link, self._store, self._clock_s = link, store, clock_s
         assert link.form is not None
         self._most = link.form.most_pushed
         self._queues: dict[int, _Queue] = {}
         self._numbers: list[int] = []
-        self._leaving: list[_Chunk] = []
+        self.leaving = list(leaving)
         self.counts = dict.fromkeys(("chunks", "bytes", "acknowledged", "again"), 0)
         link.register({Kind.ACK: self._ack}, on_welcome=self._welcome)
 
@@ -110,9 +117,9 @@ class ChunkSender:
 
     def take_freed(self) -> list[int]:
         """Slots whose chunks are acknowledged and that libzmq no longer reads."""
-        let_go = [chunk.let_go for chunk in self._leaving]  # read once: libzmq's thread changes it
-        leaving = list(zip(self._leaving, let_go, strict=True))
-        self._leaving = [chunk for chunk, gone in leaving if not gone]
+        let_go = [chunk.let_go for chunk in self.leaving]  # read once: libzmq's thread changes it
+        leaving = list(zip(self.leaving, let_go, strict=True))
+        self.leaving = [chunk for chunk, gone in leaving if not gone]
         return [chunk.slot for chunk, gone in leaving if gone]
 
     def take_back(self) -> list[int]:
@@ -196,7 +203,7 @@ class ChunkSender:
                 queue.credit_bytes = credit_bytes
             there = bisect.bisect_left(queue.chunks, _Chunk(incarnation, sequence, -1))
             if there:
-                self._leaving.extend(queue.chunks[:there])
+                self.leaving.extend(queue.chunks[:there])
                 del queue.chunks[:there]
                 queue.sent = max(0, queue.sent - there)
                 queue.moved_s = self._clock_s()

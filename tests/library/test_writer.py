@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from zapex.errors import (
     ConfigError,
     InvalidPriority,
     NotEnoughData,
+    PeerTimeout,
     ReplayError,
     SchemaError,
 )
@@ -56,6 +58,26 @@ def check_rows(replay, expected):
     assert len(set(batch.action.tolist())) == len(positive)
     assert replay.core.tree.check_valid() == (True, "")
     return len(positive)
+
+
+def test_a_slot_that_came_before_an_error_serves_the_next_step():
+    replay = new_replay(stack=1, chunk=3, capacity=200)
+    writer, obs, ended = replay.writer(2), np.zeros((2, 3, 2), np.uint8), np.zeros(2, bool)
+
+    def add():
+        columns = {"action": [0, 0], "mask": np.zeros((2, 2), np.float32), "reward": [0.0, 0.0]}
+        writer.add(**columns, next_obs=obs, terminated=ended, truncated=ended)
+
+    writer.reset(obs)
+    add()
+    add()
+    writer.flush()
+    assert writer._builder.wanted == 2
+    slot = replay.core.ledger.free_slots[0]
+    provider = mock.patch.object(writer._replay, "open_slot", side_effect=[slot, PeerTimeout()])
+    with provider, pytest.raises(PeerTimeout):
+        add()
+    assert writer._builder.wanted == 1
 
 
 @pytest.mark.parametrize("chunk", [3, 8])

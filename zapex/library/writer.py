@@ -167,8 +167,8 @@ class Writer:
             begins = builder.idle() if self._any_idle else None
             last = self._last_of_step(begins, found, rewards, terminals, truncations, final_obs)
             replay.admit(streams * self._schema.n_step)
-            if builder.wanted > 0:  # provide the slots now: then the step is one call
-                builder.provide([replay.open_slot() for _ in range(builder.wanted)])
+            while builder.wanted > 0:  # provide the slots now: then the step is one call
+                builder.provide([replay.open_slot()])  # one at a time: the next may time out
             self._noted = 0
             self._write(
                 lambda: builder.add(
