@@ -51,7 +51,7 @@ help:
 	  '  make lint     ruff, mypy, direction of imports' \
 	  '  make fuzz     fuzz the decoders: ARGS="--runs 10000000 --decoder push"' \
 	  '  make twin     compare the replay with a naive twin: ARGS="--minutes 60 --seed 7"' \
-	  '  make simulate a cluster in one process, every fault drawn from a seed: ARGS="--seed 7", ARGS="--minutes 10"' \
+	  '  make simulate a cluster in one process, every fault drawn from a seed: ARGS="--seed 7", ARGS="--hours 1"' \
   '  make site     the documentation as a site, in build/site: SERVE=1 shows it at http://127.0.0.1:8000' \
 	  '  make release  what a package index gets, in dist/, checked and installed on every Python here: docs/releasing.md' \
 	  '  make wheel    a wheel, in dist/                make bench   a benchmark: NAME=sumtree ARGS="..."' \

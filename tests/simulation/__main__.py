@@ -1,6 +1,6 @@
 """`make simulate`: runs of a whole cluster in one process, each drawn from its seed.
 
-python -m tests.simulation [--seed N] [--minutes M | --seeds N] [--jobs 2] [--history] [--planted]
+python -m tests.simulation [--seed N] [--hours H | --seeds N] [--jobs 2] [--history] [--planted]
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main() -> int:
     """One seed, or new seeds for some time."""
     parser = argparse.ArgumentParser(prog="make simulate", description="simulate a cluster")
     parser.add_argument("--seed", type=int, help="one run, with what went wrong in it")
-    parser.add_argument("--minutes", type=float, default=1.0, help="new seeds for so long")
+    parser.add_argument("--hours", type=float, default=1 / 60, help="new seeds for so long")
     parser.add_argument("--seeds", type=int, help="so many new seeds for each job instead")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--first", type=int, default=secrets.randbits(40), help="the first seed")
@@ -38,13 +38,13 @@ def main() -> int:
         return runs.find_planted(options.names, options.cpu_s)
     if options.seed is not None:
         return runs.show(options.seed, history=options.history)
-    return runs.explore(options.first, options.minutes, options.seeds)
+    return runs.explore(options.first, options.hours, options.seeds)
 
 
 def _share_out(options: argparse.Namespace) -> int:
     began = time.monotonic()
     command = [sys.executable, "-m", "tests.simulation", "--jobs", "1"]
-    command += ["--minutes", str(options.minutes)]
+    command += ["--hours", str(options.hours)]
     command += ["--seeds", str(options.seeds)] if options.seeds else []
     jobs = [
         subprocess.Popen([*command, "--first", str(options.first + (job << 41))])

@@ -69,7 +69,7 @@ from zapex.run.keeping import Keeper
 from zapex.run.networked import BothSinks
 from zapex.shm_transport import HostMemory
 from zapex.wire.messages import LEARNER, SMALL, Bye
-from zapex.wire.protocol import Form
+from zapex.wire.protocol import ROLES, Form
 from zapex.zmq_transport import (
     ChunkSender,
     ShardedChunkSender,
@@ -83,6 +83,7 @@ CHECK_EVERY = 20  # turns of a replay between two looks at all leaves
 CALM_S = 80.0
 """After a fault. For 60 s a replay keeps the numbers of an actor host that only said hello."""
 _START_S = 4.0  # of replays and clients, in any order
+_SILENT_S = 5.0
 _SLEEP_S = 2.0, 0.5  # about; who has sockets looks for silence, too, each second
 
 
@@ -105,6 +106,8 @@ class Shape:
     ahead: bool  # the learner's next batch is unpacked in a thread
     saves: bool  # the memory, and loads it after a loss of power
     loses_shard: bool  # the second of two shards is gone when the faults end
+    piece_rows: int  # of one message of a batch; 0: a batch comes in one
+    tight: bool  # the actors are hardly ahead of the learner
 
     @classmethod
     def of(cls, time: Timeline) -> "Shape":
@@ -118,6 +121,7 @@ class Shape:
             rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.5,
             shards == 1 and rng.random() < 0.3, rng.choice((0, 11)), rng.random() < 0.25,
             rare.random() < 0.5, rare.random() < 0.2, rare.random() < 0.3,
+            3 * (time.seed % 7 == 1), time.seed % 7 == 5,
         )  # fmt: skip
 
     @property
@@ -128,11 +132,11 @@ class Shape:
     def limiter(self, relay: bool = False) -> LimiterConfig:
         """Of the replay, or of a relay."""
         grant = STREAMS * CHUNK
-        ratio = 0.0 if relay else self.samples_per_insert
+        ratio, ahead = 0.0 if relay else self.samples_per_insert, 2 if self.tight else 8
         return LimiterConfig(
             samples_per_insert=ratio,
             min_size_to_sample=1 if relay else 4 * self.batch // max(1, self.shards),
-            tolerance=int(8 * (ratio * grant * self.all_actors + self.batch)), grant=grant,
+            tolerance=int(ahead * (ratio * grant * self.all_actors + self.batch)), grant=grant,
             batch=self.batch, capacity=self.capacity,
         )  # fmt: skip
 
@@ -272,8 +276,8 @@ class Process:
         try:
             found = call()
         except (Fenced, Refused, RunOver) as error:
-            refused = isinstance(host, LearnerMachine) and isinstance(error, Refused)
-            if cluster.is_calm and not refused:
+            second = isinstance(host, LearnerMachine) and self.links[0].welcome is None
+            if cluster.is_calm and not (second and isinstance(error, Refused)):
                 raise Violation(f"stuck: {self.title} leaves: {error!r}") from error
             if not copied:
                 self.role = None
@@ -700,7 +704,8 @@ class ReplayMachine(Host):
         if self._looks % CHECK_EVERY == 0:
             checker.check_leaves(server.replay, known)
             checker.check_slots(process.title, server.intake, server.replay)
-            if known.networked:
+            if self.server is not None:
+                self.cluster.look_for_silence(self.server)
                 actors = range(self.cluster.shape.all_actors)
                 counts = {i: self.memory.metrics(f"actor {i}").value("chunks") for i in actors}
                 checker.check_statistics(known, counts)
@@ -808,7 +813,8 @@ class LearnerMachine(Host):
             self.link(process, "learner", s, cluster.form) for s in range(cluster.shape.shards)
         ]
         link = links[0]
-        sources = [ZmqSampleSource(one, BETA) for one in links]
+        piece_rows = cluster.shape.piece_rows
+        sources = [ZmqSampleSource(one, BETA, piece_rows=piece_rows) for one in links]
         source: Any = sources[0]
         if len(links) > 1:
             source = ShardedSampleSource(sources, BETA, "stratified", process.life, cluster.tell)
@@ -922,8 +928,18 @@ class Cluster:
         since_s = max(_START_S, self.trouble_s + CALM_S)
         return self.turn_s < 1.0 and self.time.now_s > since_s and not self.is_over
 
+    def look_for_silence(self, server: LinkServer) -> None:
+        """A client that is connected says something each second, whatever it waits for."""
+        if not self.is_calm:
+            return
+        for session in server.sessions.of_roles(*ROLES):
+            if any(session.peers) and self.time.now_s - session.heard_s > _SILENT_S:
+                raise Violation(f"stuck: {session} says nothing")
+
     def tell(self, text: str) -> None:
-        """What a role says to the user."""
+        """What a role says to the user: where all is calm, nothing."""
+        if self.is_calm:
+            raise Violation(f"stuck: a role says {text!r}")
         self.time.say(f"said: {text}")
 
     def settings(self, shard: int) -> dict[str, object]:

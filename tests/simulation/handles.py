@@ -36,6 +36,8 @@ def build(cluster: Cluster) -> None:
         batch=rng.choice((4, 16)), waits_s=rng.choice((0.0, 2.0)),
         sequences=rng.random() < 0.3,
     )  # fmt: skip
+    if cluster.time.seed % 7 in library.SOME:
+        cluster.library.capacity = 160
     cluster.checker.one_learner, cluster.turn_s = False, rng.choice((0.02, 0.1, 0.3))
     owner = cluster.hosts["replay0"] = OwnerMachine(cluster)
     for i in range(rng.choice((1, 2, 3))):

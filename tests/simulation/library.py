@@ -34,6 +34,8 @@ from zapex.net.link import ZmqLink
 from zapex.net.server import LinkServer
 from zapex.net.shard_samples import ShardedSampleSource
 
+SOME = 1, 3, 5
+"""Of seven seeds."""
 _WRITERS = 8
 _UrlSlots = url_client.UrlSlots
 _NETWORK = Security(insecure_network=True)
@@ -48,6 +50,8 @@ def build(cluster: Cluster) -> None:
         batch=rng.choice((4, 16)), prefetch=rng.choice((0, 2)),
         sequences=random.Random(f"recurrent {cluster.time.seed}").random() < 0.3,
     )  # fmt: skip
+    if cluster.time.seed % 7 in SOME:
+        shape.capacity = 96  # which they fill
     cluster.library, cluster.checker.one_learner = shape, False
     for shard in range(shards):
         hosts[f"replay{shard}"] = ServedMachine(cluster, f"replay{shard}", shard)
@@ -59,6 +63,12 @@ def build(cluster: Cluster) -> None:
 
     def dial(*args: Any) -> Any:
         return cluster.running.dial(*args)
+
+    def tell(text: str) -> None:
+        if shape.samples_per_insert:  # a replay that lets it wait for others counts as away
+            cluster.time.say(f"said: {text}")
+        else:
+            cluster.tell(text)
 
     class Slots(_UrlSlots):
         """Says what must be there: all chunks that were closed before `settle` returned."""
@@ -79,7 +89,8 @@ def build(cluster: Cluster) -> None:
 
         def release_streams(self, streams: int, slots: Any) -> None:
             self.settle()
-            if sorted([*self._free, *slots.tolist()]) != list(range(self.store.slots)):
+            held = [chunk.slot for chunk in self._sender.leaving]  # acknowledged, and not let go
+            if sorted([*self._free, *slots.tolist(), *held]) != list(range(self.store.slots)):
                 raise Violation(f"lost: {self._title} has the slots {self._free} and {slots}")
             super().release_streams(streams, slots)
 
@@ -107,7 +118,7 @@ def build(cluster: Cluster) -> None:
             "secrets": SimpleNamespace(randbits=rng.getrandbits, randbelow=rng.randrange),
         },
         url_client.UrlLink: {"look_while_idle": look_while_idle},
-        url_client.UrlClient: {"_tell": lambda client, text: cluster.tell(text)},
+        url_client.UrlClient: {"_tell": lambda client, text: tell(text)},
     }
     for owner, names in replaced.items():
         for name, value in names.items():
@@ -180,6 +191,7 @@ class ServedMachine(Host):
         if self._looks % CHECK_EVERY == 0:
             checker.check_leaves(served._replay, self.known)
             checker.check_slots(process.title, served._intake, served._replay)
+            self.cluster.look_for_silence(served.server)
 
 
 class ClientMachine(Host):
@@ -281,6 +293,8 @@ class Program:
             self._extended = 0
             last, beta = rng.randint(50, 400), BETA if cluster.library.shards < 2 else 0.0
             older: Any = None  # a batch that is updated once more, after newer ones
+            few = self._host.place and cluster.time.seed % 7 in SOME and rng.random() < 0.5
+            draws = 2 if few else last
             for _ in range(last):
                 if cluster.is_over:
                     break
@@ -297,7 +311,8 @@ class Program:
                     )  # fmt: skip
                 elif what < 0.75:
                     self._until_done(writer.flush)
-                elif what < 0.95:
+                elif what < 0.95 and draws:
+                    draws -= 1
                     try:
                         batch = client.sample(cluster.library.batch, beta)
                     except (NotEnoughData, *self.again) as error:
@@ -324,7 +339,7 @@ class Program:
 
     def _failed(self, error: Exception) -> None:
         """A call has raised: who waits for others' samples has a reason, or who is in trouble."""
-        self._cluster.tell(f"{self._process.title}: {error}")
+        self._cluster.time.say(f"said: {self._process.title}: {error}")
         limited = self._cluster.library.samples_per_insert > 0
         if self._cluster.is_calm and not limited and isinstance(error, PeerError):
             raise Violation(f"stuck: {self._process.title}: {error!r}") from error
@@ -383,10 +398,12 @@ class UrlProgram(Program):
 
     def connect(self) -> Any:
         shape = self._cluster.library
-        return url_client.UrlClient(
+        client = url_client.UrlClient(
             [f"tcp://{shard}:1" for shard in range(shape.shards)], SCHEMA,
             timeout_s=self._rng.choice((3.0, 10.0)), security=_NETWORK, prefetch=shape.prefetch,
         )  # fmt: skip
+        client._rng = np.random.default_rng(self._cluster.time.seed)
+        return client
 
     def ready(self) -> bool:
         return any(socket.ready() for socket in self._process.sockets)

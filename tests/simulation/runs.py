@@ -58,10 +58,10 @@ def _show_least(outcome: Outcome) -> None:
     print("\n".join(f"  {line}" for line in least.history[-25:]))
 
 
-def explore(first: int, minutes: float, seeds: int | None) -> int:
+def explore(first: int, hours: float, seeds: int | None) -> int:
     """New seeds for some time, or so many; the first that fails ends it."""
     began, seed, simulated_s = time.perf_counter(), first, 0.0
-    while seed < first + seeds if seeds else time.perf_counter() < began + 60 * minutes:
+    while seed < first + seeds if seeds else time.perf_counter() < began + 3600 * hours:
         outcome = run(seed)
         simulated_s += outcome.simulated_s
         if outcome.violation:
