@@ -675,7 +675,7 @@ class ReplayMachine(Host):
         role = ReplayServer(
             replay, intake, source, sink, memory.metrics("replay"), method="stratified"
         )
-        replay.warn = cluster.tell  # a small memory is meant to be full early
+        replay.warn = cluster.time.say  # a small memory is meant to be full early
 
         def do_work() -> int:
             work = role.do_work()

@@ -340,7 +340,7 @@ class Owner:
             timeout_s=shape.waits_s,
         )  # fmt: skip
         core = self.replay.core
-        core.warn = cluster.tell
+        core.warn = cluster.time.say
         machine.blocks.clear()
         machine.handle = self.replay.handle
         self.known = Memory(

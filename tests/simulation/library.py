@@ -180,7 +180,7 @@ class ServedMachine(Host):
         served.wasted = partial(in_vain, served._intake._source)
         served.server.guard.close()  # its thread has nothing to guard here
         known.limiter, known.began = served._limiter, len(served._replay)
-        served._replay.warn = cluster.tell
+        served._replay.warn = cluster.time.say
         cluster.checker.watch(served._replay, known, lambda: cluster.net.ghost)
         return served
 
