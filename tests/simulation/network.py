@@ -14,6 +14,7 @@ from typing import Any
 from greenlet import getcurrent
 
 from tests.simulation.clock import Timeline
+from tests.simulation.truth import Violation
 from zapex.errors import PeerError
 
 _WAITING = 128  # messages of a pipe, with those that were not read
@@ -49,7 +50,7 @@ class Pipe:
         self.net, self.path, self.inbox, self.name, self.peer = net, path, inbox, name, peer
         self._reader = reader  # the process
         self.waiting = 0  # sent and not read
-        self.leaving: deque[tuple[list[Any], Sent]] = deque()
+        self.leaving: deque[tuple[list[Any], list[bytes], Sent]] = deque()  # and as it was sent
         self.flying: deque[list[bytes]] = deque()
         self.dead = False  # nothing arrives any more
         self._busy = False
@@ -60,8 +61,8 @@ class Pipe:
         if self.waiting >= _WAITING:
             return None
         self.waiting += 1
-        sent = Sent(copy)
-        self.leaving.append(([bytes(part) for part in parts] if copy else list(parts), sent))
+        sent, now = Sent(copy), [bytes(part) for part in parts]
+        self.leaving.append((now if copy else list(parts), now, sent))
         if not self._busy:
             self._busy = True
             self._depart_later()
@@ -78,8 +79,11 @@ class Pipe:
         if self.path.blocked:
             self.path.held.append(self)
             return
-        parts, sent = self.leaving.popleft()
-        self.flying.append([bytes(part) for part in parts])  # as they are now
+        parts, as_sent, sent = self.leaving.popleft()
+        leaves = [bytes(part) for part in parts]  # as they are now
+        if leaves != as_sent:
+            raise Violation(f"torn: a message of {self.name} changed before it left")
+        self.flying.append(leaves)
         sent.done = True
         time = self.net.time
         arrives_s = max(self._last_s, time.now_s + time.rng.uniform(*self.path.delay_s))
@@ -113,7 +117,7 @@ class Pipe:
 
     def drop(self) -> None:
         """What has not left is not sent any more, nor read."""
-        for _, sent in self.leaving:
+        for _, _, sent in self.leaving:
             sent.done = True
         self.leaving.clear()
 
@@ -367,7 +371,7 @@ class SimListener:
     def queued(self, peer: bytes) -> int:
         one = self.connections.get(peer)
         large = (
-            (sum(map(len, parts)) >= self._large_bytes for parts, _ in one.down.leaving)
+            (sum(map(len, parts)) >= self._large_bytes for parts, _, _ in one.down.leaving)
             if one
             else ()
         )

@@ -308,15 +308,21 @@ def _settle(cluster: Cluster) -> None:
     """The run is over: the actors stop, and what they have committed arrives."""
     time = cluster.time
     cluster.is_over = True
-    for host in cluster.hosts.values():
-        if isinstance(host, ReplayMachine) and host.server is not None:
+    replays = [host for host in cluster.hosts.values() if isinstance(host, ReplayMachine)]
+    for host in replays:
+        if host.server is not None:
             host.server.over = time.rng.choice(("", "enough"))
     time.run(time.now_s + 8.0 + 20 * cluster.turn_s)
 
+    def is_known(relay: Process) -> bool:
+        known = [h.server.sessions for h in replays if not h.off and h.server is not None]
+        sessions = [[s for s in k.of_roles("relay") if all(s.peers)] for k in known]
+        return all(relay.host.number in [s.host for s in some] for some in sessions)
+
     def waiting() -> list[str]:
         there = [p for p in cluster.processes if p.role is not None]
-        # One that died at the end, and is not welcomed again, has lost what it had.
-        relays = [p for p in there if p.name == "relay" and p.links[0].is_open]
+        # One that died at the end, or whose replay did, and is not welcomed again, loses some.
+        relays = [p for p in there if p.name == "relay" and p.links[0].is_open and is_known(p)]
         found = [p.title for p in relays if p.role.outbox.on_their_way]
         limiters = [p.role.intake.limiter for p in there if p.name == "replay"] if found else []
         learner_is_slow = not all(one.can_insert(one.config.grant) for one in limiters)
