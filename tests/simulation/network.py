@@ -207,11 +207,12 @@ class Network:
 
     def notice(self, one: Connection, path: Path, end: Any, silent: bool) -> None:
         """The other end learns that an end is gone, after what is under way has arrived."""
+        pipe = one.up if path is one.up.path else one.down
+        if not silent:
+            pipe.drop()
         if silent or path.blocked:
             self.time.soon(*_PATIENCE_S, lambda: end(silent=True))
             return
-        pipe = one.up if path is one.up.path else one.down
-        pipe.drop()
         self.time.after(max(0.0, pipe._last_s - self.time.now_s) + 0.001, end)
 
 

@@ -100,11 +100,12 @@ def find_planted(names: Sequence[str], cpu_s: float) -> int:
 def _find_one(name: str, cpu_s: float) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + 2 * cpu_s + 10),) * 2)
     source.plant(name)
-    kind = source.fault(name)[0].removeprefix("zapex.library.").partition("_")[0]
+    module = source.fault(name)[0]
+    programs = [kind for kind in ("handle", "url") if f".{kind}_" in module] or ["handle", "url"]
     began, seed = time.process_time(), 0
     while time.process_time() < began + cpu_s:
         seed += 1
-        if kind in ("handle", "url") and kind_of(seed) != kind:
+        if module.startswith("zapex.library.") and kind_of(seed) not in programs:
             continue  # which does not run that module
         outcome = run(seed)
         if outcome.violation:
