@@ -293,7 +293,8 @@ class Program:
             self._extended = 0
             last, beta = rng.randint(50, 400), BETA if cluster.library.shards < 2 else 0.0
             older: Any = None  # a batch that is updated once more, after newer ones
-            few = self._host.place and cluster.time.seed % 7 in SOME and rng.random() < 0.5
+            free = self._host.place and not cluster.library.samples_per_insert
+            few = free and cluster.time.seed % 7 in SOME and rng.random() < 0.5
             draws = 2 if few else last
             for _ in range(last):
                 if cluster.is_over:
