@@ -69,7 +69,6 @@ class ChunkSender:
         store: where the slots are. Actor i in its headers is the i-th of the actor numbers that the
             replay gave this host.
         clock_s: monotonic, in seconds; for tests.
-        leaving: those of a former sender.
 
     Attributes:
         counts: chunks and bytes sent, acknowledged, and sent again.
@@ -77,19 +76,14 @@ class ChunkSender:
     """
 
     def __init__(
-        self,
-        link: ZmqLink,
-        store: ChunkStore,
-        clock_s: Callable[[], float] = time.monotonic,
-        *,
-        leaving: Sequence[_Chunk] = (),
+        self, link: ZmqLink, store: ChunkStore, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._link, self._store, self._clock_s = link, store, clock_s
         assert link.form is not None
         self._most = link.form.most_pushed
         self._queues: dict[int, _Queue] = {}
         self._numbers: list[int] = []
-        self.leaving = list(leaving)
+        self.leaving: list[_Chunk] = []
         self.counts = dict.fromkeys(("chunks", "bytes", "acknowledged", "again"), 0)
         link.register({Kind.ACK: self._ack}, on_welcome=self._welcome)
 

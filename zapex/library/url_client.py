@@ -191,12 +191,12 @@ class UrlSlots:
         self._free = deque(range(slots))
         self._use(link)
 
-    def _use(self, link: UrlLink, leaving: Sequence[Any] = ()) -> None:
-        """Send over this link from now on. leaving: what a former one may still read."""
+    def _use(self, link: UrlLink) -> None:
+        """Send over this link from now on."""
         self._link, self._memories = link, {link.welcome.epoch}  # those that it has met
         self._sequence = self._first = 0  # the next chunk's; that of the first since `mark`
         link.link.register(on_welcome=self._welcome)  # before the sender's
-        self._sender = ChunkSender(link.link, self.store, leaving=leaving)
+        self._sender = ChunkSender(link.link, self.store)
         link.chores.append(self._pump)
 
     def _welcome(self, welcome: Welcome, channel: int) -> None:
@@ -264,9 +264,10 @@ class UrlSlots:
 
     def _move(self, link: UrlLink) -> None:
         """Send what is not acknowledged over another link, where all of it is new."""
-        left = self._sender.take_back()
+        left, leaving = self._sender.take_back(), self._sender.leaving
         self._link.close()
-        self._use(link, self._sender.leaving)
+        self._use(link)
+        self._sender.leaving = leaving
         self._offer(left)
 
     def grown(
