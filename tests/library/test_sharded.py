@@ -168,10 +168,33 @@ def test_what_a_writer_has_for_a_replay_that_is_gone_goes_to_another(tmp_path):
             expected = play(1, writer)
         assert len(client) == len(expected)
         one.close()
-        with pytest.raises(PeerTimeout, match="none of the replays answers"):
+        with pytest.raises(PeerTimeout):
             client.extend(**rows_from(3)[0])
         with pytest.raises(PeerTimeout):
             client.sample(4)
+
+
+@pytest.mark.slow
+def test_a_replay_that_waits_for_samples_keeps_its_share(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    flags = "--capacity", "20000", "--alpha", "1", "--writers", "2"
+    with (
+        server(tmp_path / "a", *flags, "--samples-per-insert", "4") as limited,
+        server(tmp_path / "b", *flags, "--samples-per-insert", "0") as other,
+    ):
+        urls = [limited.url, other.url]
+        with connect(urls) as first:  # both load their kernels
+            used = [*first.extend(**rows_from(0)[0]), *first.extend(**rows_from(1)[0])]
+            assert set(by_shard(np.array(used))) == {0, 1}
+        with connect(urls, timeout_s=3.0) as client:
+            shards = []
+            while shards[-3:] != [1, 1, 1]:
+                rows, _ = rows_from(2 + len(shards), count=60)  # of one chunk
+                shards += by_shard(client.extend(**rows))
+            assert len(client) == 400 + 60 * len(shards) < 20000
+            assert client.stats()["shards_lost"] == 0
+            assert set(by_shard(client.sample(256).keys)) == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -387,11 +387,12 @@ class UrlClient(ReplayClient):
 
     Batches, weights and updates of several replays are those of one that holds everything. The
     place of a URL in the list is the shard in its keys, so give all clients the same list. What a
-    client adds goes to the replays in turn, and past one that does not answer. One that is waited
-    for and has said nothing for `shard_timeout_s` (a living one does each second) has no share
-    until it answers: its rows are drawn from the others. `stats()` are those of all replays, added
-    up, with three more: shards_away, how many have no share now; shards_lost, how often a share
-    went; shards_back, how often one came back.
+    client adds goes to the replays in turn, and past one that takes none in time; rows of a call
+    of `extend` that it took before that are then in both. One that is waited for and has said
+    nothing for `shard_timeout_s` (a living one does each second) has no share until it answers: its
+    rows are drawn from the others. `stats()` are those of all replays, added up, with three more:
+    shards_away, how many have no share now; shards_lost, how often a share went; shards_back, how
+    often one came back.
     """
 
     _where = "over a network"
@@ -464,18 +465,16 @@ class UrlClient(ReplayClient):
             self._source.do_work()
             late = {s for s, one in asked if self._replays[s].waits(one)}
             for shard in late if self._several else ():
-                silent_s = self._replays[shard].source.silent_s
-                if silent_s > self.shard_timeout_s:
-                    self._lose(shard, f"has said nothing for {silent_s:.1f} s")
+                self._lose_if_silent(shard)
             return not any(not self._shares.is_away(shard) for shard in late)
 
         try:
             self._wait(come, "a reply")
-        except PeerTimeout as error:
+        except PeerTimeout:
             if not self._several:
                 raise
             for shard in {shard for shard, one in asked if one.reply is None}:
-                self._lose(shard, f"does not answer ({error})")
+                self._lose(shard, f"has not replied for {self.timeout_s:g} s")
         finally:
             for shard, one in asked:
                 self._replays[shard].forget(one)
@@ -510,6 +509,11 @@ class UrlClient(ReplayClient):
     def _lose(self, shard: int, why: str) -> None:
         if isinstance(self._source, ShardedSampleSource):
             self._source.lose(shard, why)
+
+    def _lose_if_silent(self, shard: int) -> None:
+        silent_s = self._replays[shard].source.silent_s
+        if silent_s > self.shard_timeout_s:
+            self._lose(shard, f"has said nothing for {silent_s:.1f} s")
 
     def _tell(self, text: str) -> None:
         warnings.warn(text, stacklevel=2)
@@ -593,11 +597,14 @@ class UrlClient(ReplayClient):
                 calls.append((shard, float(totals[shard]), one))
         return calls
 
+    def _silence(self) -> PeerTimeout:
+        return PeerTimeout(f"none of the replays answers: {', '.join(self.urls)}")
+
     def _lack(self, rows: int) -> PeerTimeout | NotEnoughData:
         """Why several replays have no batch of so many rows together."""
         away = [self.urls[shard] for shard in self._shares.away]
         if len(away) == len(self.urls):
-            return PeerTimeout(f"none of the replays answers: {', '.join(away)}")
+            return self._silence()
         without = f" (without {', '.join(away)})" if away else ""
         count = int(self._shares.counts.sum())
         if count < rows:
@@ -640,7 +647,7 @@ class UrlClient(ReplayClient):
     # What goes in.
 
     def _with_one(self, work: Callable[[int], _T]) -> _T:
-        """The result of `work` with the next shard, or with one after it if that is away."""
+        """The result of `work` with the next shard, or one after it if that is away or full."""
         if not self._several:
             return work(0)
         first = next(self._turn)
@@ -650,9 +657,10 @@ class UrlClient(ReplayClient):
                 return work(shard)
             except PeerTimeout as error:
                 with self._lock:
-                    self._lose(shard, f"does not answer ({error})")
+                    self._source.do_work()
+                    self._lose_if_silent(shard)
                 last = error
-        raise PeerTimeout(f"none of the replays answers; the last: {last}") from None
+        raise PeerTimeout(f"none of the replays takes more; the last: {last}") from None
 
     def _take(self, rows: Rows) -> NDArray[np.int64]:
         return self._with_one(lambda shard: self._extended(shard, rows))
@@ -724,7 +732,7 @@ class UrlClient(ReplayClient):
         with self._lock:
             found = self._look()
         if not found:
-            raise PeerTimeout("none of the replays answers")
+            raise self._silence()
         return sum(count for _, count in found)
 
     def stats(self) -> dict[str, float]:
@@ -739,7 +747,7 @@ class UrlClient(ReplayClient):
                     largest[name] = max(largest.get(name, 0), of_one.pop(name))
                 found.update(of_one)
         if not found:
-            raise PeerTimeout("none of the replays answers")
+            raise self._silence()
         if self._several:
             shares = self._shares
             counts = {"away": len(shares.away), "lost": shares.lost, "back": shares.back}
