@@ -122,8 +122,7 @@ class Learner:
         self._publish_period_s, self._clock_s = publish_period_s, clock_s
         self._left_out, self._report_due_s = 0, -math.inf
         self._unsent: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
-        # Above any version seen, so that readers accept a restarted learner's parameters.
-        self.version = max(first_version, parameters.version)
+        self.version = first_version
         metrics.enter("other")
         self.publish()
         self._learned = 0
@@ -210,7 +209,8 @@ class Learner:
     def publish(self) -> None:
         """Publish the current parameters."""
         self._metrics.enter("publish")
-        # Another learner may have had this one's place while the network was cut.
+        # Above any version seen, so that readers accept a restarted learner's parameters; another
+        # one may have had its place while the network was cut.
         self.version = max(self.version, self._parameters.version) + 1
         self._parameters.publish(self.version, self._dqn.flat_parameters().view(np.uint8))
         self._published_s = self._clock_s()
