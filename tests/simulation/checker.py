@@ -261,10 +261,11 @@ class Checker:
         if host not in hosts:
             hosts.append(host)
 
-    def _live(self, replay: ReplayCore, keys: Longs) -> NDArray[np.bool_]:
+    @staticmethod
+    def _live(store: ChunkStore, keys: Longs) -> NDArray[np.bool_]:
         """The naive twin of what the kernels ask of a key."""
         slots = np.where(keys >= 0, slots_and_rows(keys)[0], 0)
-        header = replay.store.header_rows[slots]
+        header = store.header_rows[slots]
         live = (keys >> GENERATION_SHIFT) & GENERATION_MASK == header[:, GENERATION]
         found: NDArray[np.bool_] = (keys >= 0) & live & (header[:, STATE] == LIVE)
         return found
@@ -278,7 +279,7 @@ class Checker:
         if memory.total < least:
             raise Violation(f"limiter: {memory.name} draws when {memory.total} have come")
         memory.drawn += len(draw.keys)
-        if not self._live(replay, draw.keys).all():
+        if not self._live(replay.store, draw.keys).all():
             raise Violation(f"foreign: {memory.name} draws {draw.keys}, not all of them live")
         wanted = memory.leaves[slots_and_rows(draw.keys)]
         if (draw.leaves != wanted).any():
@@ -295,7 +296,7 @@ class Checker:
     ) -> None:
         if not len(keys):
             return
-        live = self._live(replay, keys)
+        live = self._live(replay.store, keys)
         rows = slots_and_rows(keys[live])
         given = self.truth.columns["priority"][memory.rows[rows]]  # by the actors
         if (np.floor(4 * values[live]) / 4 != given).any():
@@ -309,8 +310,18 @@ class Checker:
         if before is None or memory.taken is not None:  # a dead link may be read after a new one
             return
         follows = at > before if memory.sharded else at == before + 1
-        if not (follows or ((again or memory.served) and at >= before)):
+        if not (follows or (again and at == before) or (memory.served and at >= before)):
             raise Violation(f"lost: {memory.name}: update {at} of {who} follows {before}")
+
+    def check_keys(
+        self, store: ChunkStore, memory: Memory, keys: Longs, table: Longs, there: bool
+    ) -> None:
+        """These keys name these rows of the truth. there: and none of them is gone."""
+        self.take(store, memory)
+        live = self._live(store, keys)
+        named = memory.rows[slots_and_rows(keys[live])]
+        if (named != table[live]).any() or (there and not live.all()):
+            raise Violation(f"foreign: {memory.name}: keys {keys} are of {named}, not {table}")
 
     def check_leaves(self, replay: ReplayCore, memory: Memory) -> None:
         """Every live row can be drawn by its own priority, and no other one."""

@@ -34,7 +34,7 @@ def build(cluster: Cluster) -> None:
     cluster.library = SimpleNamespace(
         shards=1, capacity=rng.choice((240, 480)), samples_per_insert=rng.choice((0.0, 4.0)),
         batch=rng.choice((4, 16)), waits_s=rng.choice((0.0, 2.0)),
-        sequences=rng.random() < 0.3,
+        sequences=rng.random() < 0.3, prefetch=0,
     )  # fmt: skip
     if cluster.time.seed % 7 in library.SOME:
         cluster.library.capacity = 160

@@ -26,6 +26,7 @@ from tests.simulation.cluster import (
 )
 from tests.simulation.truth import SCHEMA, TableStreams, Violation, length_of
 from zapex.chunks.batch import aligned_zeros
+from zapex.chunks.keys import by_shard, without_shard
 from zapex.chunks.store import ChunkStore
 from zapex.errors import NotEnoughData, PeerError, PeerTimeout
 from zapex.library import url_client, url_server
@@ -39,6 +40,7 @@ SOME = 1, 3, 5
 _WRITERS = 8
 _UrlSlots = url_client.UrlSlots
 _NETWORK = Security(insecure_network=True)
+_ROOM = 1600  # transitions: nothing is evicted
 
 
 def build(cluster: Cluster) -> None:
@@ -46,7 +48,8 @@ def build(cluster: Cluster) -> None:
     rng, hosts = cluster.time.rng, cluster.hosts
     shards = rng.choice((1, 1, 2))
     shape = SimpleNamespace(
-        shards=shards, capacity=rng.choice((1600, 3200)), samples_per_insert=rng.choice((0.0, 4.0)),
+        shards=shards, capacity=rng.choice((_ROOM, 2 * _ROOM)),
+        samples_per_insert=rng.choice((0.0, 4.0)),
         batch=rng.choice((4, 16)), prefetch=rng.choice((0, 2)),
         sequences=random.Random(f"recurrent {cluster.time.seed}").random() < 0.3,
     )  # fmt: skip
@@ -64,21 +67,24 @@ def build(cluster: Cluster) -> None:
     def dial(*args: Any) -> Any:
         return cluster.running.dial(*args)
 
-    def tell(text: str) -> None:
-        if shape.samples_per_insert:  # a replay that lets it wait for others counts as away
-            cluster.time.say(f"said: {text}")
-        else:
-            cluster.tell(text)
-
     class Slots(_UrlSlots):
         """Says what must be there: all chunks that were closed before `settle` returned."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self._closed: list[Any] = []
+            self._open: set[int] = set()
             self._title = cluster.running.title
 
+        def open_slot(self) -> int:
+            slot = super().open_slot()
+            self._open.add(slot)
+            if 2 * len(self._open) + 4 > self.store.slots:
+                raise Violation(f"lost: {self._title} fills {self._open}, and one more")
+            return slot
+
         def grown(self, indices: Any, magnitudes: Any, closed: Any) -> None:
+            self._open.difference_update(closed.tolist())
             self._closed += [cluster.checker.look_at(self.store, slot)[:2] for slot in closed]
             super().grown(indices, magnitudes, closed)
 
@@ -118,7 +124,7 @@ def build(cluster: Cluster) -> None:
             "secrets": SimpleNamespace(randbits=rng.getrandbits, randbelow=rng.randrange),
         },
         url_client.UrlLink: {"look_while_idle": look_while_idle},
-        url_client.UrlClient: {"_tell": lambda client, text: tell(text)},
+        url_client.UrlClient: {"_tell": lambda client, text: cluster.tell(text)},
     }
     for owner, names in replaced.items():
         for name, value in names.items():
@@ -169,10 +175,13 @@ class ServedMachine(Host):
         )  # fmt: skip
         self.start({"replay": self._make})
 
-    def forget(self) -> None:
+    @property
+    def store(self) -> ChunkStore:
         layout = self.config.layout
-        store = ChunkStore(self.blocks[0][: layout.tree_offset], layout.chunk_layout, layout.slots)
-        self.cluster.checker.lose(store, self.known)
+        return ChunkStore(self.blocks[0][: layout.tree_offset], layout.chunk_layout, layout.slots)
+
+    def forget(self) -> None:
+        self.cluster.checker.lose(self.store, self.known)
 
     def _make(self, process: Process) -> Any:
         cluster, known = self.cluster, self.known
@@ -262,6 +271,22 @@ class Program:
         """Whether something has come."""
         raise NotImplementedError
 
+    def served(self) -> list[tuple[ServedMachine, Memory]]:
+        """By a key's shard: whose memory it is in."""
+        return []
+
+    def _check_keys(
+        self, keys: Any, table: Any, since: list[tuple[ServedMachine, Memory]], fresh: bool
+    ) -> None:
+        """These keys name these rows of the truth. fresh: they were drawn or added just now."""
+        shards = by_shard(keys)
+        there = fresh and self._cluster.library.capacity >= _ROOM
+        for shard, (host, known) in enumerate(since):
+            if shard in shards and host.known is known:
+                mine, checker = shards[shard], self._cluster.checker
+                within = without_shard(keys[mine])
+                checker.check_keys(host.store, known, within, table[mine], there)
+
     def _idle(self, seconds: float) -> None:
         self._idle_until_s = self._cluster.time.now_s + seconds
         self._main.wait()
@@ -314,12 +339,15 @@ class Program:
                     self._until_done(writer.flush)
                 elif what < 0.95 and draws:
                     draws -= 1
+                    since, prefetch = self.served(), cluster.library.prefetch
                     try:
                         batch = client.sample(cluster.library.batch, beta)
                     except (NotEnoughData, *self.again) as error:
                         self._failed(error)
                         continue
                     errors = cluster.checker.batch(batch, who, beta)
+                    table = truth.find(batch.obs[:, -1, :4])
+                    self._check_keys(batch.keys, table, since, not prefetch)
                     self._idle(rng.choice((0.1, 0.1, 0.1, self.pause_s)))
                     self._update(client, batch.keys, errors)
                     if older is not None:
@@ -360,7 +388,9 @@ class Program:
         table = table[known["step"][table] < length_of(stamps)]  # the last begins none
         names = ("obs", "action", "reward", "next_obs", "discount")
         priorities = known["priority"][table]
+        since = self.served()
         keys = client.extend(**{name: known[name][table] for name in names}, priorities=priorities)
+        self._check_keys(keys, table, since, True)
         self._update(client, keys, priorities + checker.next_number(who))
 
     def _follow(self, client: Any, who: int, incarnation: int) -> None:
@@ -405,6 +435,11 @@ class UrlProgram(Program):
         )  # fmt: skip
         client._rng = np.random.default_rng(self._cluster.time.seed)
         return client
+
+    def served(self) -> list[tuple[ServedMachine, Memory]]:
+        hosts: Any = self._cluster.hosts
+        shards = range(self._cluster.library.shards)
+        return [(hosts[f"replay{shard}"], hosts[f"replay{shard}"].known) for shard in shards]
 
     def ready(self) -> bool:
         return any(socket.ready() for socket in self._process.sockets)
