@@ -90,17 +90,51 @@ def training() -> Iterator[Row]:
 def variants() -> Iterator[Row]:
     """What each part of Ape-X gives on Breakout."""
     yield "", "mean of 100 games", "million frames", "return in training, halfway", "at the end"
-    scores = load("learning")["scores"]
-    for name, text in (
-        ("as_usual", "as usual: prioritized, n = 5, the actors' first priorities"),
-        ("uniform_replay", "uniform replay (`--alpha 0`)"),
-        ("n-step_1", "n = 1 (`--n-step 1`)"),
-        ("priorities_of_the_learner_alone", "no first priorities (`--initial-priority max`)"),
-    ):
-        one = scores[f"breakout_{name}"]
+    texts = {
+        "as usual": "as usual: prioritized, n = 5, the actors' first priorities",
+        "uniform replay": "uniform replay (`--alpha 0`)",
+        "n-step 1": "n = 1 (`--n-step 1`)",
+        "priorities of the learner alone": "no first priorities (`--initial-priority max`)",
+    }
+    scores = _scores(list(texts))
+    for variant, text in texts.items():
+        one = scores["ALE/Breakout-v5", variant]
         frames = f"{one['frames'] / 1e6:.1f}"
         halfway, there = (f"{one[f'return_{when}']:.1f}" for when in ("halfway", "there"))
         yield text, interval(one), frames, halfway, there
+
+
+def _scores(variants: Sequence[str]) -> dict[tuple[str, str], Any]:
+    """Scores of these alone after 20 minutes, by environment and variant."""
+    runs = {
+        name: run for name, run in of("learning").items()
+        if run["minutes"] == 20 and run["variant"] in variants and "failed" not in run
+    }  # fmt: skip
+    return {(one["env"], one["variant"]): one for one in learning.scores(runs).values()}
+
+
+def reported() -> Iterator[Row]:
+    """The preset after 20 minutes, beside the first one and Dopamine's Rainbow."""
+    scores = _scores(["preset", "zapex"])
+    envs = [f"ALE/{game}-v5" for game in learning.REPORTED]
+    envs = [env for env in envs if {(env, "preset"), (env, "zapex")} <= scores.keys()]
+    yield "", *(env[4:-3] for env in envs)
+    published = json.loads(learning.DOPAMINE.read_text())["returns"]
+    ours, first, rainbow = [], [], []
+    for env in envs:
+        spec = ",.0f" if scores[env, "preset"]["p50"] > 100 else ".1f"
+        at = scores[env, "preset"]["at_frames"] / 1e6
+        for variant, cells in (("preset", ours), ("zapex", first)):
+            one = scores[env, variant]
+            frames = f"{one['frames'] / 1e6:.1f}"
+            cells.append((frames, f"{one['p50']:{spec}}", f"{one['return_there']:{spec}}"))
+        points = published[env]["Rainbow"]
+        rainbow.append(f"{np.interp(at, range(1, 1 + len(points)), points):{spec}}")
+    texts = "million frames", "the last network", "in training, at the preset's frames"
+    for name, cells in (("preset", ours), ("first preset", first)):
+        for i, text in enumerate(texts):
+            yield f"{name}: {text}", *(cell[i] for cell in cells)
+    yield "Rainbow: in training, at the preset's frames", *rainbow
 
 
 def tuning(seed: int = 1) -> Iterator[Row]:
@@ -393,8 +427,8 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, tuning, tuning_amx, rivals, variants, learners, gpu, replay, tree, scale, crowds,
-        clients, host, hosts, cluster, survives, files,
+        training, reported, tuning, tuning_amx, rivals, variants, learners, gpu, replay, tree,
+        scale, crowds, clients, host, hosts, cluster, survives, files,
     )
 }  # fmt: skip
 
