@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -278,6 +279,16 @@ def test_a_killed_owner_is_an_error_at_once_and_a_stopped_one_at_the_deadline():
             assert time.monotonic() - start < 30
         with pytest.raises(PeerDied, match="gone"):
             zapex.connect(source)
+
+
+def test_an_owner_that_died_while_its_client_stood_still_is_gone_and_not_slow():
+    with foreign_owner() as (source, child), zapex.connect(source) as client:
+        child.kill()
+        child.join(DEADLINE_S)
+        client._link._looked_s = math.inf  # it looks at its owner in the wait alone
+        client._link._timeout_s = 0.0  # as if all of it had passed by then
+        with pytest.raises(PeerDied):
+            client.stats()
 
 
 def test_a_client_killed_in_the_middle_gives_its_slots_back_and_leaves_no_half_row():

@@ -164,13 +164,14 @@ class HandleLink:
                 now_s = time.monotonic()
                 if now_s < spin_until_s:
                     os.sched_yield()
+                elif self._waiter.sleep(ready, min(deadline_s - now_s, look_s)):
+                    if not ready():
+                        raise PeerDied("the replay's owner is gone, or serves no more")
                 elif now_s >= deadline_s:
                     raise PeerTimeout(
                         f"the replay's owner runs but did not answer in {timeout_s:g} s: is it "
                         "stopped, or does it hold the interpreter for so long?"
                     )
-                elif self._waiter.sleep(ready, min(deadline_s - now_s, look_s)) and not ready():
-                    raise PeerDied("the replay's owner is gone, or serves no more")
         except BaseException as error:  # an interrupt too: else the next call gets this answer
             self._fail(f"this client failed before: {error}")
             raise
