@@ -464,17 +464,15 @@ class UrlClient(ReplayClient):
         def come() -> bool:
             self._source.do_work()
             late = {s for s, one in asked if self._replays[s].waits(one)}
-            for shard in late if self._several else ():
+            for shard in late:
                 self._lose_if_silent(shard)
             return not any(not self._shares.is_away(shard) for shard in late)
 
         try:
             self._wait(come, "a reply")
         except PeerTimeout:
-            if not self._several:
-                raise
-            for shard in {shard for shard, one in asked if one.reply is None}:
-                self._lose(shard, f"has not replied for {self.timeout_s:g} s")
+            if all(one.reply or not self._shares.is_away(shard) for shard, one in asked):
+                raise  # it lives, and the limiter may hold it
         finally:
             for shard, one in asked:
                 self._replays[shard].forget(one)
