@@ -84,6 +84,7 @@ CALM_S = 80.0
 """After a fault. For 60 s a replay keeps the numbers of an actor host that only said hello."""
 _START_S = 4.0  # of replays and clients, in any order
 _SILENT_S = 5.0
+_LOST_PLACE_S = 20.0  # after a fault: who has lost its place to another has heard of it
 _SLEEP_S = 2.0, 0.5  # about; who has sockets looks for silence, too, each second
 
 
@@ -277,7 +278,8 @@ class Process:
             found = call()
         except (Fenced, Refused, RunOver) as error:
             second = isinstance(host, LearnerMachine) and self.links[0].welcome is None
-            if cluster.is_calm and not (second and isinstance(error, Refused)):
+            replaced = isinstance(error, Fenced) and cluster.is_calm_for(_LOST_PLACE_S)
+            if replaced or (cluster.is_calm and not (second and isinstance(error, Refused))):
                 raise Violation(f"stuck: {self.title} leaves: {error!r}") from error
             if not copied:
                 self.role = None
@@ -925,7 +927,11 @@ class Cluster:
     @property
     def is_calm(self) -> bool:
         """Whether nobody has a reason to fail, as all had time to recover from the last fault."""
-        since_s = max(_START_S, self.trouble_s + CALM_S)
+        return self.is_calm_for(CALM_S)
+
+    def is_calm_for(self, seconds: float) -> bool:
+        """Whether the last fault ended so long ago."""
+        since_s = max(_START_S, self.trouble_s + seconds)
         return self.turn_s < 1.0 and self.time.now_s > since_s and not self.is_over
 
     def look_for_silence(self, server: LinkServer) -> None:

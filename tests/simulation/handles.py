@@ -387,7 +387,7 @@ class HandleProgram(library.Program):
     ends, again, pause_s = (PeerError,), (ReplayError,), 1.0
 
     def connect(self) -> Any:
-        handle = self._host.owner.handle
+        handle, self._connected_s = self._host.owner.handle, self._cluster.time.now_s
         if handle is None:
             raise PeerDied("no owner has begun yet")
         return handle_client.HandleClient(handle, self._rng.choice((3.0, 10.0)))
@@ -405,3 +405,8 @@ class HandleProgram(library.Program):
 
     def ready(self) -> bool:
         return False
+
+    def _failed(self, error: Exception, *, limited: bool = True) -> None:
+        if isinstance(error, PeerTimeout) and self._connected_s < self._host.owner.gone_s:
+            raise Violation(f"foreign: the owner of {self._process.title} is dead: {error}")
+        super()._failed(error, limited=limited)

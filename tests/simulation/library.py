@@ -41,6 +41,8 @@ _WRITERS = 8
 _UrlSlots = url_client.UrlSlots
 _NETWORK = Security(insecure_network=True)
 _ROOM = 1600  # transitions: nothing is evicted
+_LIMITED_S = 5.0  # a replay says by then that its limiter allows no batch
+_FEW = 0.5  # samples per insert: programs wait for each other
 
 
 def build(cluster: Cluster) -> None:
@@ -55,6 +57,8 @@ def build(cluster: Cluster) -> None:
     )  # fmt: skip
     if cluster.time.seed % 7 in SOME:
         shape.capacity = 96  # which they fill
+    elif cluster.time.seed % 7 == 0:
+        shape.samples_per_insert = min(shape.samples_per_insert, _FEW)
     cluster.library, cluster.checker.one_learner = shape, False
     for shard in range(shards):
         hosts[f"replay{shard}"] = ServedMachine(cluster, f"replay{shard}", shard)
@@ -66,6 +70,12 @@ def build(cluster: Cluster) -> None:
 
     def dial(*args: Any) -> Any:
         return cluster.running.dial(*args)
+
+    def tell(text: str) -> None:
+        if shape.samples_per_insert == _FEW:  # a replay whose limiter holds a batch counts as away
+            cluster.time.say(f"said: {text}")
+        else:
+            cluster.tell(text)
 
     class Slots(_UrlSlots):
         """Says what must be there: all chunks that were closed before `settle` returned."""
@@ -124,7 +134,7 @@ def build(cluster: Cluster) -> None:
             "secrets": SimpleNamespace(randbits=rng.getrandbits, randbelow=rng.randrange),
         },
         url_client.UrlLink: {"look_while_idle": look_while_idle},
-        url_client.UrlClient: {"_tell": lambda client, text: cluster.tell(text)},
+        url_client.UrlClient: {"_tell": lambda client, text: tell(text)},
     }
     for owner, names in replaced.items():
         for name, value in names.items():
@@ -343,7 +353,8 @@ class Program:
                     try:
                         batch = client.sample(cluster.library.batch, beta)
                     except (NotEnoughData, *self.again) as error:
-                        self._failed(error)
+                        patient = client.timeout_s > _LIMITED_S * cluster.library.shards
+                        self._failed(error, limited=not patient)
                         continue
                     errors = cluster.checker.batch(batch, who, beta)
                     table = truth.find(batch.obs[:, -1, :4])
@@ -366,10 +377,10 @@ class Program:
                     self._idle(rng.uniform(0.0, 1.0))
             self._until_done(writer.close)
 
-    def _failed(self, error: Exception) -> None:
-        """A call has raised: who waits for others' samples has a reason, or who is in trouble."""
+    def _failed(self, error: Exception, *, limited: bool = True) -> None:
+        """A call has raised: who is in trouble has a reason, or whom the limiter may hold."""
         self._cluster.time.say(f"said: {self._process.title}: {error}")
-        limited = self._cluster.library.samples_per_insert > 0
+        limited = limited and self._cluster.library.samples_per_insert > 0
         if self._cluster.is_calm and not limited and isinstance(error, PeerError):
             raise Violation(f"stuck: {self._process.title}: {error!r}") from error
 
