@@ -278,7 +278,7 @@ class Process:
             found = call()
         except (Fenced, Refused, RunOver) as error:
             second = isinstance(host, LearnerMachine) and self.links[0].welcome is None
-            replaced = isinstance(error, Fenced) and cluster.is_calm_for(_LOST_PLACE_S)
+            replaced = "has replaced this" in str(error) and cluster.is_calm_for(_LOST_PLACE_S)
             if replaced or (cluster.is_calm and not (second and isinstance(error, Refused))):
                 raise Violation(f"stuck: {self.title} leaves: {error!r}") from error
             if not copied:
