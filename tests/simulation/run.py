@@ -21,9 +21,9 @@ from tests.simulation.truth import Violation
 
 FAULTY_S = 60.0  # how long there are faults
 PROGRESS_S = 240.0
-_CALM_S = 30.0  # at the end of some runs, and nobody may complain
 """Once there are none. A host that only said hello keeps its numbers for 60 s; where turns take
 a second, an actor needs more than a second for a row."""
+_CALM_S = 30.0  # at the end of some runs, and nobody may complain
 DRAIN_S = 60.0  # for what is committed when the run is over
 _ORDER_S = 5.0  # that a process has to come to the step of its order
 _RING = ["ring-written", "ring-committed", "ring-read", "ring-released"]
