@@ -65,6 +65,7 @@ def test_actors_wait_when_the_learner_is_behind_and_the_reason_says_so():
         limiter.sample(32)
     assert limiter.can_insert(64)
     assert limiter.explain().startswith("the learner waits for actors: 0 samples are left")
+    assert "a batch of 8 " in limiter.explain(8)
 
 
 def test_nobody_waits_when_both_may_go_on():

@@ -314,7 +314,7 @@ class OwnedReplay(ReplayCore):
         if limiter is None:
             return ""
         self._fit_tolerance(limiter, batch=batch_size)
-        return "" if limiter.can_sample(batch_size) else limiter.explain()
+        return "" if limiter.can_sample(batch_size) else limiter.explain(batch_size)
 
     def _fit_tolerance(self, limiter: RateLimiter, grant: int = 0, batch: int = 0) -> None:
         """Take note of the largest grant and batch; without a given tolerance, enlarge it."""

@@ -280,7 +280,8 @@ class LibraryServer:
             if not self._allows(rows):
                 if self._clock_s() - asked.came_s < self._timeout_s:
                     return False
-                raise NotEnoughData(f"after {self._timeout_s:g} s: {self._limiter.explain()}")
+                why = self._limiter.explain(rows)
+                raise NotEnoughData(f"after {self._timeout_s:g} s: {why}")
             # Of a part, the client knows whether all replays together hold enough.
             replay.demand(max(1 if asked.part else rows, replay.min_size_to_sample))
             draw = replay.draw(rows, METHODS[asked.method])
@@ -324,7 +325,8 @@ class LibraryServer:
         """Sequences as `PackedSequences` says."""
         replay, drawn = self._replay, rows * asked.length
         if not self._allows(drawn):
-            raise NotEnoughData(f"after {self._timeout_s:g} s: {self._limiter.explain()}")
+            why = self._limiter.explain(drawn)
+            raise NotEnoughData(f"after {self._timeout_s:g} s: {why}")
         packed = PackedSequences(self.server.form, rows, asked)
         draw = replay.draw_sequences(rows, asked)
         if self._limiter.open:

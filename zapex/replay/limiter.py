@@ -59,13 +59,13 @@ class LimiterConfig:
                 f"tolerance to {-int(-needed // 1)} or more"
             )
 
-    def explain(self, committed: int, owed: float | None) -> str:
+    def explain(self, committed: int, owed: float | None, batch: int = 0) -> str:
         """Which side waits, and for what, in one line.
 
         committed: transitions committed so far. owed: samples that the learner may still draw;
-        None while `committed` is below min_size_to_sample.
+        None while `committed` is below min_size_to_sample. batch: samples asked for; 0: `batch`.
         """
-        ratio = self.samples_per_insert
+        ratio, batch = self.samples_per_insert, batch or self.batch
         if owed is None:
             return (
                 f"the learner waits: {committed} of min_size_to_sample={self.min_size_to_sample} "
@@ -77,10 +77,10 @@ class LimiterConfig:
                 f"samples_per_insert={ratio:g}, and another grant of {self.grant} would pass "
                 f"tolerance={self.tolerance}"
             )
-        if ratio and owed < self.batch:
+        if ratio and owed < batch:
             return (
                 f"the learner waits for actors: {owed:.0f} samples are left for a batch of "
-                f"{self.batch} at samples_per_insert={ratio:g}"
+                f"{batch} at samples_per_insert={ratio:g}"
             )
         return "no role waits"
 
@@ -155,9 +155,9 @@ class RateLimiter:
         """Count a batch of `n`, once `can_sample` allowed it."""
         self._sampled += n
 
-    def explain(self) -> str:
-        """Which side waits, and for what, in one line."""
-        return self.config.explain(self._committed, self.owed if self.open else None)
+    def explain(self, batch: int = 0) -> str:
+        """Which side waits, and for what, in one line. batch: as in `LimiterConfig.explain`."""
+        return self.config.explain(self._committed, self.owed if self.open else None, batch)
 
     @staticmethod
     def _check(what: str, n: int, most: int) -> None:
