@@ -57,7 +57,7 @@ def build(cluster: Cluster) -> None:
     )  # fmt: skip
     if cluster.time.seed % 7 in SOME:
         shape.capacity = 96  # which they fill
-    elif cluster.time.seed % 7 == 0:
+    elif cluster.time.seed % 7 == 0 and shards == 1 and not shape.sequences:
         shape.samples_per_insert = min(shape.samples_per_insert, _FEW)
     cluster.library, cluster.checker.one_learner = shape, False
     for shard in range(shards):
