@@ -371,7 +371,7 @@ def gpu() -> Iterator[Row]:
         found, card = whole["results"], whole["machine"]["gpu"]["name"].split()[1]
         for network, rows in (("paper", 512), ("laptop", 64)):
             for place, text in (("host", "the host's frames"), ("cuda", "frames on the GPU")):
-                alone = found["learner"].get(f"{network}, frames on {place}, graphs")
+                alone = found.get("learner", {}).get(f"{network}, frames on {place}, graphs")
                 if alone:
                     what = f"learner alone, {network} network, batches of {rows}, {text}"
                     yield what, card, f"{alone['batches_per_s']:,.0f}", None, None
@@ -379,6 +379,7 @@ def gpu() -> Iterator[Row]:
             ("host", "the host's frames"),
             ("device", "frames on the GPU"),
             ("pong", "frames on the GPU, the preset's learning"),
+            ("breakout", "frames on the GPU, the preset's learning"),
             ("quantiles", "frames on the GPU, 32 quantiles, shared trunk"),
             ("central", "frames on the GPU, `--inference central` there"),
             ("inference_gpu", "frames on the GPU, `--inference gpu`"),
