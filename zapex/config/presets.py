@@ -217,32 +217,33 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
 """(preset, kind of observation) -> setting -> (value or a function of the host, reason)."""
 
 SEEN: dict[tuple[str, str], tuple[float, float]] = {
-    ("laptop", "ALE/Breakout-v5"): (20, 34),
-    ("laptop", "ALE/MsPacman-v5"): (20, 2031),
-    ("laptop", "ALE/Pong-v5"): (20, 14),
-    ("laptop", "ALE/Qbert-v5"): (20, 4550),
-    ("laptop", "ALE/SpaceInvaders-v5"): (20, 738),
+    ("laptop", "ALE/Breakout-v5"): (20, 28),
+    ("laptop", "ALE/MsPacman-v5"): (20, 1229),
+    ("laptop", "ALE/Pong-v5"): (20, 0),
+    ("laptop", "ALE/Qbert-v5"): (20, 4107),
+    ("laptop", "ALE/SpaceInvaders-v5"): (20, 719),
     ("laptop", "CartPole-v1"): (0.5, 500),
+    ("workstation", "ALE/Breakout-v5"): (3, 13),
+    ("workstation", "ALE/Pong-v5"): (5, 18),
 }
-"""Measured on two cores, over several runs: minutes and mean return. The Atari games were played
-without quantiles and a shared trunk."""
+"""Minutes and mean return: laptop on two cores of a Xeon at 2.5 GHz, one run of each Atari game;
+workstation on 16 cores and an H100 or H200."""
+_WHERE = {"laptop": "two cores", "workstation": "16 cores with a large GPU"}
 _MILLION_FRAMES_AN_HOUR = 12, 36
 """Of an Atari game, acting and learning: on two cores of a Xeon at 2.5 GHz, and of Zen 5."""
 
 
 def outlook(preset: str, env_id: str, minutes: float, atari: bool) -> str:
     """What to expect of a run of `minutes` (0: no limit), from measurements."""
-    if preset != "laptop":
-        return "What to expect: not measured for this preset; the run shows its speed."
-    seen = SEEN.get((preset, env_id))
-    if seen:
+    if seen := SEEN.get((preset, env_id)):
         reached, value = seen
         run = "this run ends early; one" if 0 < minutes < reached else "a run"
-        run += " with an earlier preset" if atari else ""
         return (
-            f"What to expect: {run} on two cores had a mean return of {value:g} "
+            f"What to expect: {run} on {_WHERE[preset]} had a mean return of {value:g} "
             f"after {reached:g} minutes."
         )
+    if preset != "laptop":
+        return "What to expect: not measured for this preset; the run shows its speed."
     if not atari:
         return "What to expect: this environment was not measured; small tasks take minutes."
     low, high = (f"{(minutes or 60) / 60 * each:,.1f}" for each in _MILLION_FRAMES_AN_HOUR)
