@@ -279,7 +279,10 @@ class Process:
         except (Fenced, Refused, RunOver) as error:
             second = isinstance(host, LearnerMachine) and self.links[0].welcome is None
             replaced = "has replaced this" in str(error) and cluster.is_calm_for(_LOST_PLACE_S)
-            if replaced or (cluster.is_calm and not (second and isinstance(error, Refused))):
+            # A rival whose clock was set back is told that it is the older one.
+            rival = second and "rival" in cluster.hosts and isinstance(error, Fenced)
+            refused = rival or (second and isinstance(error, Refused))
+            if (replaced and not rival) or (cluster.is_calm and not refused):
                 raise Violation(f"stuck: {self.title} leaves: {error!r}") from error
             if not copied:
                 self.role = None
