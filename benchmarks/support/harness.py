@@ -18,7 +18,7 @@ from benchmarks.support.machine import Watch, cache_bytes, doubts
 
 Case = Callable[[], float]  # prepares, then works; returns the nanoseconds of the work alone
 clock_ns = time.perf_counter_ns
-FIRST_PRESET = "--quantiles 0 --no-share-trunk --initial-priority actor --parameter-average 0"
+FIRST_PRESET = "--quantiles 0 --no-share-trunk --initial-priority actor"
 """Flags of `zapex train` with which a laptop learns as it did when results were measured first."""
 
 

@@ -187,8 +187,8 @@ MUTANTS: dict[str, dict[Any, list[tuple[str, str]]]] = {
     "the target does not wait for the step": {
         DEVICE: [
             (
-                "queues.compute(lambda enter: [work() for work in due])",
-                "x = [work() for work in due]",
+                "queues.compute(lambda enter: self._dqn.renew_target())",
+                "x = self._dqn.renew_target()",
             )
         ]
     },

@@ -99,16 +99,6 @@ def test_weights_in_channels_last_memory_are_saved_in_their_shape(tmp_path):
 # --- which are kept -----------------------------------------------------------------------------
 
 
-def test_the_average_plays_if_there_is_one(tmp_path):
-    online, average = np.zeros(3, np.float32), np.ones(3, np.float32)
-    for tensors, playing in (
-        ({"online.bias": online}, online),
-        ({"average.bias": average, "online.bias": online, "target.bias": online}, average),
-    ):
-        found = checkpoints.load(checkpoints.save(tmp_path, "step-000000000001", tensors, {}))
-        np.testing.assert_equal(checkpoints.playing(found), {"bias": playing})
-
-
 def test_the_last_three_and_the_best_are_kept(tmp_path):
     save(tmp_path, BEST, 0.5)
     for mark, steps in enumerate((5, 20, 10**12 - 1, 10**12, 2**45)):
@@ -515,8 +505,8 @@ def test_a_missing_or_wrong_tensor_is_named_when_a_network_is_loaded(tmp_path):
     config = LearnerConfig(hidden=4, device="cpu")
     tensors = DQN(network()).state_dict_tensors()
     for change, says in (
-        ({"average.value.bias": None}, "value.bias is missing there"),
-        ({"average.value.bias": np.zeros(1)}, r"value.bias is float64 \(1,\) there"),
+        ({"online.value.bias": None}, "value.bias is missing there"),
+        ({"online.value.bias": np.zeros(1)}, r"value.bias is float64 \(1,\) there"),
     ):
         kept = {name: t for name, t in (tensors | change).items() if t is not None}
         path = checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), kept, {})

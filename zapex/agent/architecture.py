@@ -81,7 +81,7 @@ def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
 
 def state_shapes(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a learner's state, by the names of `DQN.state_dict_tensors`."""
-    parts = ("average", "online", "target", "optimiser.mean", "optimiser.mean_square")
+    parts = ("online", "target", "optimiser.mean", "optimiser.mean_square")
     return {f"{part}.{name}": shape for part in parts for name, shape in parameters.items()}
 
 

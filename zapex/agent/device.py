@@ -249,8 +249,8 @@ class Pipeline:
             self._device.queues.compute(lambda enter: prepare(batch))
         self._device.compute(ticket, self._learn)
         # After the step, in the order of the computer's queue.
-        if due := self._dqn.count():
-            self._device.queues.compute(lambda enter: [work() for work in due])
+        if self._dqn.count():
+            self._device.queues.compute(lambda enter: self._dqn.renew_target())
         self._under_way.append(ticket)
 
     def _learn(self, ticket: Ticket, enter: Enter) -> None:

@@ -26,7 +26,6 @@ from zapex.errors import CheckpointError, Diverged
 from zapex.machine.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 
 _TEMPERATURE, _MUNCHAUSEN = 0.03, 0.9  # tau and alpha of Vieillard et al. 2020
-_AVERAGED = 10  # batches from one that is averaged to the next: neighbours hardly differ
 _MMAPS = 1 << 16  # glibc's own default
 
 Enter = Callable[[str], object]
@@ -70,9 +69,6 @@ class DQN:
             online network, which are then computed once for both (arXiv 2506.04398 with one
             target). A network without a trunk shares nothing.
         target_period: the target becomes the online network after so many batches.
-        parameter_average: what plays is a mean of the online parameters over about this share of
-            all batches so far; the newest have the largest weights (the power function average of
-            arXiv 2312.02696). 0: the newest parameters play.
         largest: rows with a number that is larger or not finite are left out of a batch that cannot
             be learned from otherwise; their TD errors are 0. None: no row is left out.
     """
@@ -91,15 +87,12 @@ class DQN:
         share_trunk: bool = False,
         max_grad_norm: float = 40.0,
         target_period: int = 2500,
-        parameter_average: float = 0.0,
         largest: float | None = None,
     ) -> None:
         if network.device.type == "cpu":
             _prepare_this_thread()
         self.online = network
         self.target = network.copy()
-        self._average_share = parameter_average
-        self.average = network.flat.clone() if parameter_average else network.flat
         network.learns()
         self.batches = 0
         # Whether a batch's images have their channels innermost, which a CPU's kernels want.
@@ -153,8 +146,8 @@ class DQN:
             if "left_out" not in columns or not columns["left_out"].any():
                 raise
             result = self._learn(columns, enter)
-        for work in self.count():
-            work()
+        if self.count():
+            self.renew_target()
         return result
 
     def _learn(
@@ -254,22 +247,10 @@ class DQN:
             reward, discount = reward.unsqueeze(1), discount.unsqueeze(1)
         return reward + discount * after
 
-    def count(self) -> list[Callable[[], object]]:
-        """Count a step that was made or queued. Returns what is to be done after it."""
+    def count(self) -> bool:
+        """Count a step that was made or queued. Returns whether the target is to be renewed now."""
         self.batches += 1
-        due: list[Callable[[], object]] = []
-        if self._average_share and self.batches % _AVERAGED == 0:
-            weight = min(1.0, _AVERAGED / (self._average_share * self.batches))
-            due.append(partial(self.average.lerp_, self.online.flat, weight))
-        if self.batches % self._target_period == 0:
-            due.append(self.renew_target)
-        return due
-
-    def start_from(self, parameters: Any) -> None:
-        """Take the parameters of a learner before: a buffer of float32 [n] or of its bytes."""
-        self.online.load_flat(parameters)
-        self.average.copy_(self.online.flat)
-        self.renew_target()
+        return self.batches % self._target_period == 0
 
     def renew_target(self) -> None:
         """Make the target network the online network."""
@@ -295,16 +276,13 @@ class DQN:
         return td_errors, facts
 
     def flat_parameters(self) -> np.ndarray:
-        """What plays, float32 [n]: on a CPU the live memory itself, else a copy."""
-        flat: np.ndarray = self.average.cpu().numpy()
+        """The online parameters, float32 [n]: on a CPU the live memory itself, else a copy."""
+        flat: np.ndarray = self.online.flat.cpu().numpy()
         return flat
 
     def state_dict_tensors(self) -> dict[str, Tensor]:
         """All tensors of a state by name; with `counters` training resumes bit for bit."""
-        average = self.online.split(self.average)
-        # Before the online ones, so that these are loaded last where both are the same memory.
-        tensors = {f"average.{name}": view for name, view in average.items()}
-        tensors |= {f"online.{name}": view for name, view in self.online.views.items()}
+        tensors = {f"online.{name}": view for name, view in self.online.views.items()}
         tensors |= {f"target.{name}": view for name, view in self.target.views.items()}
         for key, flat in self.optimiser.state.items():
             views = self.online.split(flat)

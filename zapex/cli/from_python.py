@@ -90,7 +90,6 @@ class Settings(TypedDict, total=False):
     optimiser_eps: float
     max_grad_norm: float
     target_period: Count
-    parameter_average: float
     publish_period_s: float
     hidden: Count
     channels: Count

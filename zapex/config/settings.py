@@ -154,9 +154,6 @@ class LearnerConfig(SettingsGroup):
     """Clip gradients to this norm; 0: never."""
     target_period: int = setting(2_500, low=1)
     """Batches between two updates of the target network."""
-    parameter_average: float = setting(0.0, low=0.0, high=1.0)
-    """What plays is a mean of the parameters over about this share of all batches so far (power
-    function average, arXiv 2312.02696); 0: the newest parameters."""
     publish_period_s: float = setting(1.0, low=0.0)
     """Minimum seconds between two publications of parameters; 0: after each batch."""
     hidden: int = setting(512, low=1, high=1 << 14)

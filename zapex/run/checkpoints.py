@@ -307,30 +307,25 @@ def made_with(found: Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig]:
 
 
 def load_network(found: Checkpoint, spec: EnvironmentSpec, config: LearnerConfig) -> "Network":
-    """The network of a checkpoint that plays.
+    """The network with the online parameters of a checkpoint.
 
     Raises:
         CheckpointError: it is of another network than `spec` and `config` make.
     """
-    path, tensors = found.path, playing(found)
+    path, tensors = found.path, found.tensors
     network = network_of(spec, config, config.device, config.precision)
     for name, shape in network.shapes.items():
-        array = tensors.get(name)
+        array = tensors.get(f"online.{name}")
         if array is None or array.shape != shape or array.dtype != np.float32:
             there = "missing" if array is None else f"{array.dtype} {array.shape}"
             raise CheckpointError(
                 f"{path} is of another network: {name} is {there} there and float32 {shape} for "
                 f"{spec.env_id}; use the environment that the run was trained on"
             )
-    network.load_flat(np.concatenate([tensors[name].ravel() for name in network.shapes]))
+    network.load_flat(
+        np.concatenate([tensors[f"online.{name}"].ravel() for name in network.shapes])
+    )
     return network
-
-
-def playing(found: Checkpoint) -> dict[str, NDArray[Any]]:
-    """The parameters of the network that plays, by name: the best network's are all it has."""
-    part = "average." if any(name.startswith("average.") for name in found.tensors) else "online."
-    tensors = found.tensors.items()
-    return {name.removeprefix(part): x for name, x in tensors if name.startswith(part)}
 
 
 def _facts(spec: EnvironmentSpec) -> dict[str, Any]:

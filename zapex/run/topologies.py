@@ -439,7 +439,8 @@ def make_learner(
     newest = np.empty(host.plan.parameter_bytes, np.uint8)
     if not checkpoints.version and host.mailbox().newer_than(0, newest):
         # It died before its first checkpoint: only its last published parameters are left.
-        dqn.start_from(newest)
+        dqn.online.load_flat(newest)
+        dqn.target.load_flat(newest)
     learns = resolve_name(run.wrap)(dqn) if run.wrap else dqn
     here = source is None
     trainer, batches, gather_threads, frames = plan_training(run, host, dqn, learns, here)
@@ -480,7 +481,6 @@ def make_dqn(run: Run) -> "DQN":
         share_trunk=learner.share_trunk,
         max_grad_norm=learner.max_grad_norm,
         target_period=learner.target_period,
-        parameter_average=learner.parameter_average,
         largest=LARGEST,
     )
 
