@@ -270,6 +270,34 @@ def table(runs: Runs) -> Iterator[str]:
             yield f"{name}: {run.get('failed') or '; '.join(run['doubts'])}"
 
 
+def each_game(runs: Runs) -> Iterator[Sequence[str]]:
+    """The longest run of each game beside Dopamine's DQN and Rainbow at as many frames.
+
+    The last four columns are human-normalised. In the last two rows are their median and their
+    interquartile mean over the games that all four know: Dopamine lacks Defender and Surround.
+    """
+    yield "", "minutes", "M frames", "score", "human = 1", "in training", "DQN", "Rainbow"
+    published = json.loads(DOPAMINE.read_text())["returns"]
+    done = [run for run in runs.values() if "failed" not in run]
+    done.sort(key=lambda run: (run["minutes"], -run["seed"]))
+    longest = {run["env"]: run for run in done}
+    rows = []
+    for env, run in sorted(longest.items()):
+        frames, score = _frames(run), float(np.mean(run["final_returns"]))
+        returns = [score, float(returns_at(run["curve"], np.array([frames]), 1)[0])]
+        for agent in ("DQN", "Rainbow"):
+            points = published.get(env, {}).get(agent, [np.nan])
+            returns.append(float(np.interp(frames / 1e6, range(1, 1 + len(points)), points)))
+        rows.append([human_share(env, one) for one in returns])
+        cells = ["" if np.isnan(share) else f"{share:.2f}" for share in rows[-1]]
+        yield env[4:-3], f"{run['minutes']:g}", f"{frames / 1e6:.1f}", f"{score:,.1f}", *cells
+    known = np.array([row for row in rows if not np.isnan(row).any()])
+    middles = {"median": np.median, "interquartile mean": lambda row: interquartile(row[None])[0]}
+    for name, middle in middles.items() if len(known) else ():
+        cells = [f"{middle(column):.2f}" for column in known.T]
+        yield f"{name} of {len(known)} games", "", "", "", *cells
+
+
 def plot(runs: Runs, dopamine: bool = False) -> Figure:
     """Mean return of the last 100 games of all streams, a panel for each game.
 
@@ -368,6 +396,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         put_json(options.json, {**report, "scores": scores(runs)})
     mine = {name: runs[name] for name in (run.name for run in chosen(options)) if name in runs}
     print("\n".join(table(mine)))
+    if options.games_of == "all":
+        print("\n".join(f"| {' | '.join(row)} |" for row in each_game(mine)))
     if options.list:
         print(f"missing: {', '.join(run.name for run in todo) or 'none'}")
     if options.figure:

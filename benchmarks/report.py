@@ -117,7 +117,7 @@ def reported() -> Iterator[Row]:
     """The preset after 20 minutes, beside the first one and Dopamine's Rainbow."""
     scores = _scores(["preset", "zapex"])
     envs = [f"ALE/{game}-v5" for game in learning.REPORTED]
-    envs = [env for env in envs if {(env, "preset"), (env, "zapex")} <= scores.keys()]
+    envs = [env for env in envs if (env, "preset") in scores]
     yield "", *(env[4:-3] for env in envs)
     published = json.loads(learning.DOPAMINE.read_text())["returns"]
     ours, first, rainbow = [], [], []
@@ -125,9 +125,11 @@ def reported() -> Iterator[Row]:
         spec = ",.0f" if scores[env, "preset"]["p50"] > 100 else ".1f"
         at = scores[env, "preset"]["at_frames"] / 1e6
         for variant, cells in (("preset", ours), ("zapex", first)):
-            one = scores[env, variant]
-            frames = f"{one['frames'] / 1e6:.1f}"
-            cells.append((frames, f"{one['p50']:{spec}}", f"{one['return_there']:{spec}}"))
+            if one := scores.get((env, variant)):
+                frames = f"{one['frames'] / 1e6:.1f}"
+                cells.append((frames, f"{one['p50']:{spec}}", f"{one['return_there']:{spec}}"))
+            else:
+                cells.append(("", "", ""))
         points = published[env]["Rainbow"]
         rainbow.append(f"{np.interp(at, range(1, 1 + len(points)), points):{spec}}")
     texts = "million frames", "the last network", "in training, at the preset's frames"
@@ -135,6 +137,12 @@ def reported() -> Iterator[Row]:
         for i, text in enumerate(texts):
             yield f"{name}: {text}", *(cell[i] for cell in cells)
     yield "Rainbow: in training, at the preset's frames", *rainbow
+
+
+def games() -> Iterator[Row]:
+    """The preset on each game that it has been run on."""
+    runs = of("learning").items()
+    yield from learning.each_game({n: run for n, run in runs if run["variant"] == "preset"})
 
 
 def tuning(seed: int = 1) -> Iterator[Row]:
@@ -167,16 +175,19 @@ def tuning_amx() -> Iterator[Row]:
 
 
 def rivals() -> Iterator[Row]:
-    """The preset and others after ten minutes, on games that no setting was tuned on."""
+    """zapex and others on games that no setting was tuned on."""
     runs = {
-        (run["variant"], run["env"]): run for run in of("learning").values()
-        if run["minutes"] == 10 and run["seed"] == 1 and "failed" not in run
+        (run["variant"], run["env"], run["minutes"]): run for run in of("learning").values()
+        if run["seed"] == 1 and "failed" not in run
     }  # fmt: skip
-    games = {game: f"ALE/{game}-v5" for game in learning.REPORTED}
-    played = [game for game in games if ("CleanRL PQN", games[game]) in runs]
-    yield "", *(text for game in played for text in (game, "its million frames"))
+    played = [
+        (f"ALE/{game}-v5", minutes) for minutes in (10, 20) for game in learning.REPORTED
+        if ("CleanRL PQN", f"ALE/{game}-v5", minutes) in runs
+    ]  # fmt: skip
+    heads = [f"{env[4:-3]}, {minutes} minutes" for env, minutes in played]
+    yield "", *(text for head in heads for text in (head, "million frames"))
     for name in ("preset", "actor priorities", *learning.RIVALS):
-        cells = [_score(runs.get((name, games[game]))) for game in played]
+        cells = [_score(runs.get((name, *one))) for one in played]
         if any(map(any, cells)):
             yield name, *(text for cell in cells for text in cell)
 
@@ -428,8 +439,8 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, reported, tuning, tuning_amx, rivals, variants, learners, gpu, replay, tree,
-        scale, crowds, clients, host, hosts, cluster, survives, files,
+        training, reported, games, tuning, tuning_amx, rivals, variants, learners, gpu, replay,
+        tree, scale, crowds, clients, host, hosts, cluster, survives, files,
     )
 }  # fmt: skip
 
