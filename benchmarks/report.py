@@ -445,6 +445,18 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
 }  # fmt: skip
 
 
+_PICTURES = (
+    ("learning", 20, {
+        "zapex": "first preset, Zen 5", "preset": "preset, Xeon", "cleanrl": "CleanRL DQN, Zen 4",
+        "stable-baselines3": "SB3 DQN, Zen 4", **{one: one for one in learning.RIVALS},
+    }),
+    ("learning_tuning", 10, {
+        one: one for one in ("preset", "actor priorities", "uniform", "first preset")
+    }),
+)  # fmt: skip
+"""Of each picture: minutes of its runs, and how it names their variants."""
+
+
 def markdown(rows: Iterator[Row]) -> str:
     """A table; its first row is the head."""
     lines = [f"| {' | '.join(cell or '' for cell in row)} |" for row in rows]
@@ -496,10 +508,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 page.write_text(new)
     if not options.check:
         sumtree(of("sumtree")["sweep"]).savefig(RESULTS / "sumtree.png", dpi=120)
-        for file, tuned in (("learning", False), ("learning_tuning", True)):
+        for file, minutes, names in _PICTURES:
             runs = {
-                name: run for name, run in of("learning").items()
-                if (run["env"][4:-3] in learning.TUNING) == tuned
+                name: {**run, "variant": names[run["variant"]]}
+                for name, run in of("learning").items()
+                if run["minutes"] == minutes and run["variant"] in names and "failed" not in run
+                and (run["env"][4:-3] in learning.TUNING) == (file == "learning_tuning")
             }  # fmt: skip
             learning.plot(runs).savefig(RESULTS / f"{file}.png", dpi=120)
     return int(options.check and changed)
