@@ -277,7 +277,6 @@ def each_game(runs: Runs) -> Iterator[Sequence[str]]:
     interquartile mean over the games that all four know: Dopamine lacks Defender and Surround.
     """
     yield "", "minutes", "M frames", "score", "human = 1", "in training", "DQN", "Rainbow"
-    published = json.loads(DOPAMINE.read_text())["returns"]
     done = [run for run in runs.values() if "failed" not in run]
     done.sort(key=lambda run: (run["minutes"], -run["seed"]))
     longest = {run["env"]: run for run in done}
@@ -285,9 +284,7 @@ def each_game(runs: Runs) -> Iterator[Sequence[str]]:
     for env, run in sorted(longest.items()):
         frames, score = _frames(run), float(np.mean(run["final_returns"]))
         returns = [score, float(returns_at(run["curve"], np.array([frames]), 1)[0])]
-        for agent in ("DQN", "Rainbow"):
-            points = published.get(env, {}).get(agent, [np.nan])
-            returns.append(float(np.interp(frames / 1e6, range(1, 1 + len(points)), points)))
+        returns += [dopamine_return(env, agent, frames) for agent in ("DQN", "Rainbow")]
         rows.append([human_share(env, one) for one in returns])
         cells = ["" if np.isnan(share) else f"{share:.2f}" for share in rows[-1]]
         yield env[4:-3], f"{run['minutes']:g}", f"{frames / 1e6:.1f}", f"{score:,.1f}", *cells
@@ -296,6 +293,12 @@ def each_game(runs: Runs) -> Iterator[Sequence[str]]:
     for name, middle in middles.items() if len(known) else ():
         cells = [f"{middle(column):.2f}" for column in known.T]
         yield f"{name} of {len(known)} games", "", "", "", *cells
+
+
+def dopamine_return(env: str, agent: str, frames: float) -> float:
+    """The return in training of one of Dopamine's agents; NaN if it has not played the game."""
+    points = json.loads(DOPAMINE.read_text())["returns"].get(env, {}).get(agent, [np.nan])
+    return float(np.interp(frames / 1e6, range(1, 1 + len(points)), points))
 
 
 def plot(runs: Runs, dopamine: bool = False) -> Figure:

@@ -119,19 +119,17 @@ def reported() -> Iterator[Row]:
     envs = [f"ALE/{game}-v5" for game in learning.REPORTED]
     envs = [env for env in envs if (env, "preset") in scores]
     yield "", *(env[4:-3] for env in envs)
-    published = json.loads(learning.DOPAMINE.read_text())["returns"]
     ours, first, rainbow = [], [], []
     for env in envs:
         spec = ",.0f" if scores[env, "preset"]["p50"] > 100 else ".1f"
-        at = scores[env, "preset"]["at_frames"] / 1e6
         for variant, cells in (("preset", ours), ("zapex", first)):
             if one := scores.get((env, variant)):
                 frames = f"{one['frames'] / 1e6:.1f}"
                 cells.append((frames, f"{one['p50']:{spec}}", f"{one['return_there']:{spec}}"))
             else:
                 cells.append(("", "", ""))
-        points = published[env]["Rainbow"]
-        rainbow.append(f"{np.interp(at, range(1, 1 + len(points)), points):{spec}}")
+        at = scores[env, "preset"]["at_frames"]
+        rainbow.append(f"{learning.dopamine_return(env, 'Rainbow', at):{spec}}")
     texts = "million frames", "the last network", "in training, at the preset's frames"
     for name, cells in (("preset", ours), ("first preset", first)):
         for i, text in enumerate(texts):
@@ -446,15 +444,15 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 _PICTURES = (
-    ("learning", 20, {
+    ("learning", learning.REPORTED, 20, {
         "zapex": "first preset, Zen 5", "preset": "preset, Xeon", "cleanrl": "CleanRL DQN, Zen 4",
-        "stable-baselines3": "SB3 DQN, Zen 4", **{one: one for one in learning.RIVALS},
+        "stable-baselines3": "SB3 DQN, Zen 4", **{one: f"{one}, Xeon" for one in learning.RIVALS},
     }),
-    ("learning_tuning", 10, {
+    ("learning_tuning", learning.TUNING, 10, {
         one: one for one in ("preset", "actor priorities", "uniform", "first preset")
     }),
 )  # fmt: skip
-"""Of each picture: minutes of its runs, and how it names their variants."""
+"""Of each picture: its games, the minutes of its runs, and how it names their variants."""
 
 
 def markdown(rows: Iterator[Row]) -> str:
@@ -508,12 +506,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 page.write_text(new)
     if not options.check:
         sumtree(of("sumtree")["sweep"]).savefig(RESULTS / "sumtree.png", dpi=120)
-        for file, minutes, names in _PICTURES:
+        for file, shown, minutes, names in _PICTURES:
             runs = {
                 name: {**run, "variant": names[run["variant"]]}
                 for name, run in of("learning").items()
                 if run["minutes"] == minutes and run["variant"] in names and "failed" not in run
-                and (run["env"][4:-3] in learning.TUNING) == (file == "learning_tuning")
+                and run["env"][4:-3] in shown
             }  # fmt: skip
             learning.plot(runs).savefig(RESULTS / f"{file}.png", dpi=120)
     return int(options.check and changed)
