@@ -182,19 +182,20 @@ def rivals() -> Iterator[Row]:
         (f"ALE/{game}-v5", minutes) for minutes in (10, 20) for game in learning.REPORTED
         if ("CleanRL PQN", f"ALE/{game}-v5", minutes) in runs
     ]  # fmt: skip
-    heads = [f"{env[4:-3]}, {minutes} minutes" for env, minutes in played]
-    yield "", *(text for head in heads for text in (head, "million frames"))
-    for name in ("preset", "actor priorities", *learning.RIVALS):
-        cells = [_score(runs.get((name, *one))) for one in played]
-        if any(map(any, cells)):
-            yield name, *(text for cell in cells for text in cell)
+    known = {variant for variant, *game in runs if tuple(game) in played}
+    variants = [name for name in ("preset", "actor priorities", *learning.RIVALS) if name in known]
+    yield "", "minutes", *variants
+    for env, minutes in played:
+        cells = (_score(runs.get((name, env, minutes))) for name in variants)
+        yield env[4:-3], str(minutes), *cells
 
 
-def _score(run: Mapping[str, Any] | None) -> tuple[str, str]:
+def _score(run: Mapping[str, Any] | None) -> str:
+    """The human-normalised score, and the million frames that were played for it."""
     if run is None:
-        return "", ""
+        return ""
     share = human_share(run["env"], float(np.mean(run["final_returns"])))
-    return f"{share:.2f}", f"{run['curve'][-1][1] / 1e6:.2f}"
+    return f"{share:.2f}; {run['curve'][-1][1] / 1e6:.1f}"
 
 
 def learners() -> Iterator[Row]:
