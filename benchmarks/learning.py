@@ -59,6 +59,7 @@ VARIANTS = {
     "cut": "--cut-exploratory",
     "alpha 0.2 + cut": "--alpha 0.2 --cut-exploratory",
     "adam-rel": "--optimiser adam-rel",
+    "munchausen": "--munchausen",
 }
 """Flags of `zapex train` by name; others are given as NAME=FLAGS."""
 RIVALS = {
