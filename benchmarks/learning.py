@@ -272,15 +272,14 @@ def table(runs: Runs) -> Iterator[str]:
 
 
 def each_game(runs: Runs) -> Iterator[Sequence[str]]:
-    """The longest run of each game beside Dopamine's DQN and Rainbow at as many frames.
+    """The run of each game that has the most frames, beside Dopamine's DQN and Rainbow there.
 
     The last four columns are human-normalised. In the last two rows are their median and their
     interquartile mean over the games that all four know: Dopamine lacks Defender and Surround.
     """
     yield "", "minutes", "M frames", "score", "human = 1", "in training", "DQN", "Rainbow"
     done = [run for run in runs.values() if "failed" not in run]
-    done.sort(key=lambda run: (run["minutes"], -run["seed"]))
-    longest = {run["env"]: run for run in done}
+    longest = {run["env"]: run for run in sorted(done, key=_frames)}
     rows = []
     for env, run in sorted(longest.items()):
         frames, score = _frames(run), float(np.mean(run["final_returns"]))

@@ -96,45 +96,55 @@ def variants() -> Iterator[Row]:
         "n-step 1": "n = 1 (`--n-step 1`)",
         "priorities of the learner alone": "no first priorities (`--initial-priority max`)",
     }
-    scores = _scores(list(texts))
+    scores = _scores({name: name for name in texts})
     for variant, text in texts.items():
-        one = scores["ALE/Breakout-v5", variant]
+        one = scores["ALE/Breakout-v5", f"{variant}, Zen 4"]
         frames = f"{one['frames'] / 1e6:.1f}"
         halfway, there = (f"{one[f'return_{when}']:.1f}" for when in ("halfway", "there"))
         yield text, interval(one), frames, halfway, there
 
 
-def _scores(variants: Sequence[str]) -> dict[tuple[str, str], Any]:
-    """Scores of these alone after 20 minutes, by environment and variant."""
-    runs = {
-        name: run for name, run in of("learning").items()
-        if run["minutes"] == 20 and run["variant"] in variants and "failed" not in run
+def _named(names: Mapping[str, str], minutes: float) -> dict[str, Any]:
+    """Runs of so many minutes; the variant of each is its name here, and the processor."""
+    return {
+        name: {**run, "variant": f"{names[run['variant']]}, {_processor(run['machine'])}"}
+        for name, run in of("learning").items()
+        if run["minutes"] == minutes and run["variant"] in names and "failed" not in run
     }  # fmt: skip
-    return {(one["env"], one["variant"]): one for one in learning.scores(runs).values()}
+
+
+def _processor(machine: Mapping[str, Any]) -> str:
+    """AMD's do not say their generation."""
+    if "Xeon" in machine["cpu"]:
+        return "Xeon"
+    return "Zen 5" if machine["cache_bytes"]["L1"] > 32 << 10 else "Zen 4"
+
+
+def _scores(names: Mapping[str, str]) -> dict[tuple[str, str], Any]:
+    """Scores of `_named` runs alone after 20 minutes, by environment and variant."""
+    scores = learning.scores(_named(names, 20)).values()
+    return {(one["env"], one["variant"]): one for one in scores}
 
 
 def reported() -> Iterator[Row]:
     """The preset after 20 minutes, beside the first one and Dopamine's Rainbow."""
-    scores = _scores(["preset", "zapex"])
+    scores = _scores({"preset": "preset", "zapex": "first preset"})
     envs = [f"ALE/{game}-v5" for game in learning.REPORTED]
-    envs = [env for env in envs if (env, "preset") in scores]
-    yield "", *(env[4:-3] for env in envs)
-    ours, first, rainbow = [], [], []
-    for env in envs:
-        spec = ",.0f" if scores[env, "preset"]["p50"] > 100 else ".1f"
-        for variant, cells in (("preset", ours), ("zapex", first)):
-            if one := scores.get((env, variant)):
-                frames = f"{one['frames'] / 1e6:.1f}"
-                cells.append((frames, f"{one['p50']:{spec}}", f"{one['return_there']:{spec}}"))
-            else:
-                cells.append(("", "", ""))
-        at = scores[env, "preset"]["at_frames"]
-        rainbow.append(f"{learning.dopamine_return(env, 'Rainbow', at):{spec}}")
-    texts = "million frames", "the last network", "in training, at the preset's frames"
-    for name, cells in (("preset", ours), ("first preset", first)):
-        for i, text in enumerate(texts):
-            yield f"{name}: {text}", *(cell[i] for cell in cells)
-    yield "Rainbow: in training, at the preset's frames", *rainbow
+    yield "", *learning.REPORTED
+    at = [scores[env, "preset, Xeon"]["at_frames"] for env in envs]
+    rainbow = list(map(learning.dopamine_return, envs, ["Rainbow"] * len(envs), at))
+    specs = [",.0f" if one > 100 else ".1f" for one in rainbow]
+    there = "in training, at equal frames"
+    for name in ("preset, Xeon", "first preset, Zen 5"):
+        ones = [scores.get((env, name)) for env in envs]
+        frames = (f"{one['frames'] / 1e6:.1f}" if one else "" for one in ones)
+        yield f"{name}: million frames", *frames
+        for text, key in (("the last network", "p50"), (there, "return_there")):
+            cells = (
+                f"{one[key]:{spec}}" if one else "" for one, spec in zip(ones, specs, strict=True)
+            )
+            yield f"{name}: {text}", *cells
+    yield f"Rainbow: {there}", *map(format, rainbow, specs)
 
 
 def games() -> Iterator[Row]:
@@ -170,6 +180,11 @@ def tuning(seed: int = 1) -> Iterator[Row]:
 def tuning_amx() -> Iterator[Row]:
     """The same with the second seed, on a machine with AMX."""
     yield from tuning(2)
+
+
+def tuning_zen4() -> Iterator[Row]:
+    """The same with the fourth seed, on Zen 4."""
+    yield from tuning(4)
 
 
 def rivals() -> Iterator[Row]:
@@ -438,16 +453,16 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, reported, games, tuning, tuning_amx, rivals, variants, learners, gpu, replay,
-        tree, scale, crowds, clients, host, hosts, cluster, survives, files,
+        training, reported, games, tuning, tuning_amx, tuning_zen4, rivals, variants, learners,
+        gpu, replay, tree, scale, crowds, clients, host, hosts, cluster, survives, files,
     )
 }  # fmt: skip
 
 
 _PICTURES = (
     ("learning", learning.REPORTED, 20, {
-        "zapex": "first preset, Zen 5", "preset": "preset, Xeon", "cleanrl": "CleanRL DQN, Zen 4",
-        "stable-baselines3": "SB3 DQN, Zen 4", **{one: f"{one}, Xeon" for one in learning.RIVALS},
+        "zapex": "first preset", "preset": "preset", "cleanrl": "CleanRL DQN",
+        "stable-baselines3": "SB3 DQN", **{one: one for one in learning.RIVALS},
     }),
     ("learning_tuning", learning.TUNING, 10, {
         one: one for one in ("preset", "actor priorities", "uniform", "first preset")
@@ -509,10 +524,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sumtree(of("sumtree")["sweep"]).savefig(RESULTS / "sumtree.png", dpi=120)
         for file, shown, minutes, names in _PICTURES:
             runs = {
-                name: {**run, "variant": names[run["variant"]]}
-                for name, run in of("learning").items()
-                if run["minutes"] == minutes and run["variant"] in names and "failed" not in run
-                and run["env"][4:-3] in shown
+                name: run for name, run in _named(names, minutes).items()
+                if run["env"][4:-3] in shown
             }  # fmt: skip
             learning.plot(runs).savefig(RESULTS / f"{file}.png", dpi=120)
     return int(options.check and changed)
