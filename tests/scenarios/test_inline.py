@@ -73,7 +73,8 @@ def test_frame_limit_is_exceeded_by_less_than_a_step_of_all_streams() -> None:
 def test_time_before_the_first_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     an_hour_ago_ns = time.perf_counter_ns() - 3600 * 10**9
     monkeypatch.setattr(collector, "command_started_ns", lambda: an_hour_ago_ns)
-    assert train(*SMALL, "--max-minutes", "0.05", "--eval-period-s", "0", "--run-dir", "run") == 0
+    limits = ["--max-minutes", "0.05", "--max-frames", "0", "--eval-period-s", "0"]
+    assert train(*SMALL, *limits, "--run-dir", "run") == 0
     facts = result("run")
     assert facts["reason"] == "0.05 minutes are over"
     assert facts["frames"] > 100
