@@ -114,7 +114,7 @@ def _named(names: Mapping[str, str], minutes: float) -> dict[str, Any]:
 
 
 def _processor(machine: Mapping[str, Any]) -> str:
-    """AMD's do not say their generation."""
+    """The family of a processor; the names of AMD's do not say it."""
     if "Xeon" in machine["cpu"]:
         return "Xeon"
     return "Zen 5" if machine["cache_bytes"]["L1"] > 32 << 10 else "Zen 4"
