@@ -47,6 +47,7 @@ ALL = tuple(name.title().replace("_", "") for name in RANDOM_AND_HUMAN)
 VARIANTS = {
     "preset": "",
     "first preset": FIRST_PRESET,
+    "second preset": "--lr 2e-4 --optimiser-eps 3e-8",
     "64x64": "--env-kwargs img_height=64 img_width=64",
     "mean": "--quantiles 0",
     "own trunk": "--no-share-trunk",
@@ -324,7 +325,7 @@ def plot(runs: Runs, dopamine: bool = False) -> Figure:
             panel.plot(range(1, 1 + len(returns)), returns, ":", color="grey", lw=1)
             panel.annotate(agent, (len(returns), returns[-1]), fontsize=6, color="grey")
         panel.set(title=env, xlabel="million frames" if dopamine else "minutes", ylabel="return")
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
         panel.grid(alpha=0.3)
     for panel in panels:
         panel.set_axis_off()

@@ -127,15 +127,15 @@ def _scores(names: Mapping[str, str]) -> dict[tuple[str, str], Any]:
 
 
 def reported() -> Iterator[Row]:
-    """The preset after 20 minutes, beside the first one and Dopamine's Rainbow."""
-    scores = _scores({"preset": "preset", "zapex": "first preset"})
+    """Two presets after 20 minutes, beside Dopamine's Rainbow."""
+    scores = _scores({"second preset": "second preset", "zapex": "first preset"})
     envs = [f"ALE/{game}-v5" for game in learning.REPORTED]
     yield "", *learning.REPORTED
-    at = [scores[env, "preset, Xeon"]["at_frames"] for env in envs]
+    at = [scores[env, "second preset, Xeon"]["at_frames"] for env in envs]
     rainbow = list(map(learning.dopamine_return, envs, ["Rainbow"] * len(envs), at))
     specs = [",.0f" if one > 100 else ".1f" for one in rainbow]
     there = "in training, at equal frames"
-    for name in ("preset, Xeon", "first preset, Zen 5"):
+    for name in ("second preset, Xeon", "first preset, Zen 5"):
         ones = [scores.get((env, name)) for env in envs]
         frames = (f"{one['frames'] / 1e6:.1f}" if one else "" for one in ones)
         yield f"{name}: million frames", *frames
@@ -148,17 +148,22 @@ def reported() -> Iterator[Row]:
 
 
 def games() -> Iterator[Row]:
-    """The preset on each game that it has been run on."""
-    runs = of("learning").items()
-    yield from learning.each_game({n: run for n, run in runs if run["variant"] == "preset"})
+    """The preset on each game that it has been run on, and on others the second preset."""
+    presets: dict[str, dict[str, Any]] = {"second preset": {}, "preset": {}}
+    for name, run in of("learning").items():
+        if run["minutes"] >= 10:
+            presets.get(run["variant"], {})[name] = run
+    known = {run["env"] for run in presets["preset"].values()}
+    second = {n: run for n, run in presets["second preset"].items() if run["env"] not in known}
+    yield from learning.each_game({**second, **presets["preset"]})
 
 
-def tuning(seed: int = 1) -> Iterator[Row]:
+def tuning(seed: int = 1, minutes: float = 10) -> Iterator[Row]:
     """Human-normalised scores on the tuning games: the last network's, and in training."""
     envs = [f"ALE/{game}-v5" for game in learning.TUNING]
     runs = {
         name: run for name, run in of("learning").items()
-        if run["env"] in envs and run["minutes"] == 10 and run["seed"] == seed
+        if run["env"] in envs and run["minutes"] == minutes and run["seed"] == seed
         and "failed" not in run
     }  # fmt: skip
     scores = {(one["env"], one["variant"]): one for one in learning.scores(runs).values()}
@@ -187,6 +192,11 @@ def tuning_zen4() -> Iterator[Row]:
     yield from tuning(4)
 
 
+def tuning_steps() -> Iterator[Row]:
+    """Sizes of steps: half as many minutes."""
+    yield from tuning(4, 5)
+
+
 def rivals() -> Iterator[Row]:
     """zapex and others on games that no setting was tuned on."""
     runs = {
@@ -198,7 +208,8 @@ def rivals() -> Iterator[Row]:
         if ("CleanRL PQN", f"ALE/{game}-v5", minutes) in runs
     ]  # fmt: skip
     known = {variant for variant, *game in runs if tuple(game) in played}
-    variants = [name for name in ("preset", "actor priorities", *learning.RIVALS) if name in known]
+    mine = "second preset", "second preset, actor priorities"
+    variants = [name for name in (*mine, *learning.RIVALS) if name in known]
     yield "", "minutes", *variants
     for env, minutes in played:
         cells = (_score(runs.get((name, env, minutes))) for name in variants)
@@ -453,19 +464,19 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, reported, games, tuning, tuning_amx, tuning_zen4, rivals, variants, learners,
-        gpu, replay, tree, scale, crowds, clients, host, hosts, cluster, survives, files,
+        training, reported, games, tuning, tuning_amx, tuning_zen4, tuning_steps, rivals, variants,
+        learners, gpu, replay, tree, scale, crowds, clients, host, hosts, cluster, survives, files,
     )
 }  # fmt: skip
 
 
 _PICTURES = (
     ("learning", learning.REPORTED, 20, {
-        "zapex": "first preset", "preset": "preset", "cleanrl": "CleanRL DQN",
+        "zapex": "first preset", "second preset": "second preset", "cleanrl": "CleanRL DQN",
         "stable-baselines3": "SB3 DQN", **{one: one for one in learning.RIVALS},
     }),
     ("learning_tuning", learning.TUNING, 10, {
-        one: one for one in ("preset", "actor priorities", "uniform", "first preset")
+        one: one for one in ("preset", "second preset", "second preset, uniform", "first preset")
     }),
 )  # fmt: skip
 """Of each picture: its games, the minutes of its runs, and how it names their variants."""

@@ -89,8 +89,8 @@ def quantile_row(predictions, targets):
             error = target - prediction
             share = abs(middle - (error < 0))
             huber = error**2 / 2 if abs(error) <= 1 else abs(error) - 0.5
-            loss += share * huber / n
-            slope -= share * max(-1.0, min(1.0, error)) / n
+            loss += share * huber / n**2
+            slope -= share * max(-1.0, min(1.0, error)) / n**2
         slopes.append(slope)
     return loss, slopes
 

@@ -26,12 +26,15 @@ def huber(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def quantile_huber(prediction: Tensor, target: Tensor) -> Tensor:
-    """Of quantiles, both (B, N): Dabney et al. 2018 (arXiv 1710.10044), equation 10, kappa 1."""
+    """Of quantiles, both (B, N): Dabney et al. 2018 (arXiv 1710.10044), equation 10, kappa 1.
+
+    It is a mean over N where theirs is a sum: an optimiser's eps then suits every N, and 0.
+    """
     n = prediction.shape[1]
     middle = (torch.arange(n, device=prediction.device) + 0.5) / n
     mine, theirs = prediction.unsqueeze(2).expand(-1, -1, n), target.unsqueeze(1).expand(-1, n, -1)
     share = (middle.view(1, -1, 1) - (theirs < mine).float()).abs()
-    rows: Tensor = (share * F.huber_loss(mine, theirs, reduction="none")).mean(2).sum(1)
+    rows: Tensor = (share * F.huber_loss(mine, theirs, reduction="none")).mean((1, 2))
     return rows
 
 
