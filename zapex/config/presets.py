@@ -149,7 +149,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "n_step": (5, "between 3 and 7: 7 learned faster at first, 3 reached more"),
         "initial_priority": ("max", "new transitions are drawn soon: more was learned a frame"),
         "optimiser": ("adam", "learns from fewer batches than RMSProp"),
-        "lr": (3e-4, "2e-4 learned more slowly, 5e-4 ended lower on Boxing"),
+        "lr": (3e-4, "2e-4 learned Krull more slowly, 5e-4 Boxing"),
         "optimiser_eps": (3e-6, "less began slowly on Road Runner, 50 times as much on Breakout"),
         "target_period": (300, "4 to 12 seconds; 1,000 learned Boxing more slowly"),
         "loss": ("huber", "large errors early on do not dominate"),
