@@ -193,7 +193,7 @@ def tuning_zen4() -> Iterator[Row]:
 
 
 def tuning_steps() -> Iterator[Row]:
-    """Sizes of steps: half as many minutes."""
+    """The same seed after five minutes: sizes of steps."""
     yield from tuning(4, 5)
 
 

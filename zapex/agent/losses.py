@@ -28,7 +28,8 @@ def huber(prediction: Tensor, target: Tensor) -> Tensor:
 def quantile_huber(prediction: Tensor, target: Tensor) -> Tensor:
     """Of quantiles, both (B, N): Dabney et al. 2018 (arXiv 1710.10044), equation 10, kappa 1.
 
-    It is a mean over N where theirs is a sum: an optimiser's eps then suits every N, and 0.
+    Theirs is a sum over the predicted quantiles, this a mean: so one optimiser's eps suits every
+    N, and the loss of a mean return.
     """
     n = prediction.shape[1]
     middle = (torch.arange(n, device=prediction.device) + 0.5) / n
