@@ -47,7 +47,8 @@ ALL = tuple(name.title().replace("_", "") for name in RANDOM_AND_HUMAN)
 VARIANTS = {
     "preset": "",
     "first preset": FIRST_PRESET,
-    "second preset": "--lr 2e-4 --optimiser-eps 3e-8",
+    "second preset": "--lr 2e-4 --optimiser-eps 3e-8 --average-targets 0",
+    "newest parameters": "--average-targets 0",
     "64x64": "--env-kwargs img_height=64 img_width=64",
     "mean": "--quantiles 0",
     "own trunk": "--no-share-trunk",

@@ -148,14 +148,12 @@ def reported() -> Iterator[Row]:
 
 
 def games() -> Iterator[Row]:
-    """The preset on each game that it has been run on, and on others the second preset."""
-    presets: dict[str, dict[str, Any]] = {"second preset": {}, "preset": {}}
-    for name, run in of("learning").items():
-        if run["minutes"] >= 10:
-            presets.get(run["variant"], {})[name] = run
-    known = {run["env"] for run in presets["preset"].values()}
-    second = {n: run for n, run in presets["second preset"].items() if run["env"] not in known}
-    yield from learning.each_game({**second, **presets["preset"]})
+    """The longest run of each game, with the preset or the second one."""
+    runs = {
+        name: run for name, run in of("learning").items()
+        if run["minutes"] >= 10 and run["variant"] in ("preset", "second preset")
+    }  # fmt: skip
+    yield from learning.each_game(runs)
 
 
 def tuning(seed: int = 1, minutes: float = 10) -> Iterator[Row]:
@@ -476,7 +474,8 @@ _PICTURES = (
         "stable-baselines3": "SB3 DQN", **{one: one for one in learning.RIVALS},
     }),
     ("learning_tuning", learning.TUNING, 10, {
-        one: one for one in ("preset", "second preset", "second preset, uniform", "first preset")
+        one: one for one in ("newest parameters", "second preset", "second preset, uniform",
+                             "first preset")
     }),
 )  # fmt: skip
 """Of each picture: its games, the minutes of its runs, and how it names their variants."""

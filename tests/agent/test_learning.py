@@ -55,6 +55,7 @@ def q_rows(network, obs):
 
 def flats(learner):
     tensors = [learner.online.flat, learner.target.flat, *learner.optimiser.state.values()]
+    tensors += [] if learner.average is None else [learner.average]
     return torch.cat(tensors).clone()
 
 
@@ -232,6 +233,31 @@ def test_the_target_follows_after_every_period():
     )
 
 
+def test_the_average_is_an_exponential_mean_of_the_targets_from_the_nth_on():
+    learner, targets = make(optimiser="adam", lr=0.01, target_period=2, average_targets=3), []
+    for seed in range(13):
+        learner.learn(batch_of(4, seed))
+        if seed % 2:
+            targets.append(learner.target.flat.double())
+        assert (learner.average is None) is (len(targets) < 3)
+    expected = targets[2]
+    for target in targets[3:]:
+        expected = expected * 2 / 3 + target / 3
+    torch.testing.assert_close(learner.average.double(), expected, rtol=1e-5, atol=1e-7)
+    assert make(target_period=1).average is None
+
+
+def test_a_state_without_an_average_begins_with_the_newest_parameters():
+    first = make(target_period=1)
+    first.learn(batch_of(4))
+    second = make(target_period=1, average_targets=1, seed=9)
+    second.load_state(first.state_dict_tensors(), first.counters())
+    assert torch.equal(second.average, first.online.flat)
+    second.learn(batch_of(4))
+    first.load_state(second.state_dict_tensors(), second.counters())
+    assert first.average is None
+
+
 @pytest.mark.parametrize("name", ["rmsprop", "adam"])
 def test_each_optimiser_is_its_closed_form(name):
     learner = make(optimiser=name, lr=0.01, optimiser_eps=1e-4, max_grad_norm=0)
@@ -297,19 +323,27 @@ def test_memory_layout_and_type_of_batch_do_not_matter():
         np.testing.assert_array_equal(make().learn(other)[0], expected)
 
 
-@pytest.mark.parametrize("options", [{"optimiser": "adam"}, {"optimiser": "rmsprop"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimiser": "adam", "target_period": 4},
+        {"optimiser": "rmsprop", "target_period": 1, "average_targets": 2},
+        {"optimiser": "adam", "target_period": 2, "average_targets": 3},
+    ],
+)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_learner_continues_bit_for_bit(options, precision):
-    first = make(precision, target_period=4, **options)
+    first = make(precision, **options)
     for seed in range(3):
         first.learn(batch_of(8, seed))
     tensors = {name: t.clone() for name, t in first.state_dict_tensors().items()}
-    second = make(precision, target_period=4, seed=9, **options)
+    second = make(precision, seed=9, **options)
     second.load_state(tensors, first.counters())
     for seed in range(3, 7):
         td_errors = [learner.learn(batch_of(8, seed))[0] for learner in (first, second)]
         np.testing.assert_array_equal(*td_errors)
     assert torch.equal(flats(first), flats(second))
+    assert (first.average is not None) is ("average_targets" in options)
     assert first.counters() == second.counters() == {"batches": 7, "optimiser_steps": 7}
 
 

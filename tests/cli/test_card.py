@@ -22,9 +22,10 @@ def front_matter(text: str) -> list[str]:
 def test_a_card_has_the_network_and_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     zapex.train(
         zapex.TrainConfig(
-            env="CartPole-v1", preset="smoke", inline=True, run_dir="run", max_frames=1500
+            env="CartPole-v1", preset="smoke", inline=True, run_dir="run", max_frames=1500,
+            target_period=10, average_targets=2,
         )
-    )
+    )  # fmt: skip
     evaluation = {"params_version": 3, "steps": 400, "frames": 400, "wall_s": 5.0}
     with open("run/metrics.jsonl", "a") as lines:
         for returns in ([10.0, 14.0], [9.0, 11.0]):

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -501,10 +502,21 @@ def test_a_missing_tensor_is_named_when_a_run_resumes(tmp_path, lost):
         saves.restore(dqn)
 
 
+def test_an_average_is_what_a_checkpoint_plays(tmp_path):
+    config = LearnerConfig(hidden=4, device="cpu")
+    tensors, views = DQN(network()).state_dict_tensors(), network().views
+    for part, value in (("online", 1.0), ("average", 2.0)):
+        tensors |= {f"{part}.{name}": torch.full_like(t, value) for name, t in views.items()}
+        path = checkpoints.save(tmp_path / "checkpoints", checkpoints.step_name(1), tensors, {})
+        loaded = checkpoints.load_network(checkpoints.load(path), SPEC, config)
+        assert torch.equal(loaded.flat, torch.full_like(loaded.flat, value))
+
+
 def test_a_missing_or_wrong_tensor_is_named_when_a_network_is_loaded(tmp_path):
     config = LearnerConfig(hidden=4, device="cpu")
     tensors = DQN(network()).state_dict_tensors()
     for change, says in (
+        ({"average.advantage.bias": np.zeros(2, np.float32)}, "missing there"),
         ({"online.value.bias": None}, "value.bias is missing there"),
         ({"online.value.bias": np.zeros(1)}, r"value.bias is float64 \(1,\) there"),
     ):

@@ -217,6 +217,15 @@ def test_quantiles_are_learned_saved_and_played_with(seen: Seen, usual: Seen) ->
     np.testing.assert_allclose(q, quantiles[0].mean(1), atol=1e-5)
 
 
+def test_an_average_of_targets_is_saved_and_played_with(seen: Seen) -> None:
+    run(average_targets=3, target_period=2)
+    dqn, obs = seen.batches[-1]["dqn"], np.ones(4, np.float32)
+    played = zapex.load_policy("run").q_values(obs)
+    assert not np.allclose(played, dqn.online.q_values(obs[None])[0], rtol=1e-4)
+    dqn.online.load_flat(dqn.average)
+    np.testing.assert_allclose(played, dqn.online.q_values(obs[None])[0], rtol=1e-6)
+
+
 def test_max_pool_leaves_a_small_square(seen: Seen) -> None:
     few = {"env": "ALE/Breakout-v5", "max_frames": 800}
     run(**few)

@@ -69,6 +69,8 @@ class DQN:
             online network, which are then computed once for both (arXiv 2506.04398 with one
             target). A network without a trunk shares nothing.
         target_period: the target becomes the online network after so many batches.
+        average_targets: `average` is a mean of the parameters over about the last so many targets,
+            exponentially weighted, which play better than the newest ones; 0: none.
         largest: rows with a number that is larger or not finite are left out of a batch that cannot
             be learned from otherwise; their TD errors are 0. None: no row is left out.
     """
@@ -87,6 +89,7 @@ class DQN:
         share_trunk: bool = False,
         max_grad_norm: float = 40.0,
         target_period: int = 2500,
+        average_targets: int = 0,
         largest: float | None = None,
     ) -> None:
         if network.device.type == "cpu":
@@ -102,6 +105,8 @@ class DQN:
         self._double, self._munchausen, self._shares = double, munchausen, share_trunk
         self._max_grad_norm = torch.tensor(max_grad_norm or math.inf, device=network.device)
         self._target_period = target_period
+        self._average_targets, self._targets_so_far = average_targets, 0
+        self._average = network.flat.clone()
         self._restarts = optimiser == "adam-rel"
         self.gradient = torch.zeros_like(network.flat)
         self._gradient_views = network.split(self.gradient)
@@ -253,8 +258,11 @@ class DQN:
         return self.batches % self._target_period == 0
 
     def renew_target(self) -> None:
-        """Make the target network the online network."""
+        """Make the target network the online network, and add it to the average."""
         self.target.load_flat(self.online.flat)
+        self._targets_so_far += 1
+        if (n := self._average_targets) and self._targets_so_far >= n:
+            self._average.lerp_(self.online.flat, 1.0 if self._targets_so_far == n else 1 / n)
         if self._restarts:
             self.optimiser.steps = 0
 
@@ -280,13 +288,28 @@ class DQN:
         flat: np.ndarray = self.online.flat.cpu().numpy()
         return flat
 
+    @property
+    def average(self) -> Tensor | None:
+        """The mean of the parameters, float32 [n]; None before target `average_targets`."""
+        enough = 0 < self._average_targets <= self._targets_so_far
+        return self._average if enough else None
+
     def state_dict_tensors(self) -> dict[str, Tensor]:
-        """All tensors of a state by name; with `counters` training resumes bit for bit."""
+        """All tensors of a state by name; with `counters` training resumes bit for bit.
+
+        Those of the average are in it only if there is one.
+        """
+        return self._tensors(with_average=self.average is not None)
+
+    def _tensors(self, with_average: bool) -> dict[str, Tensor]:
         tensors = {f"online.{name}": view for name, view in self.online.views.items()}
         tensors |= {f"target.{name}": view for name, view in self.target.views.items()}
         for key, flat in self.optimiser.state.items():
             views = self.online.split(flat)
             tensors |= {f"optimiser.{key}.{name}": view for name, view in views.items()}
+        if with_average:
+            views = self.online.split(self._average)
+            tensors |= {f"average.{name}": view for name, view in views.items()}
         return tensors
 
     def counters(self) -> dict[str, int]:
@@ -295,7 +318,8 @@ class DQN:
 
     def load_state(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
         """Continue from a state. Raises CheckpointError, changing nothing, if it does not fit."""
-        own = self.state_dict_tensors()
+        has_average = any(name.startswith("average.") for name in tensors)
+        own = self._tensors(has_average)
         found, needed = (
             {name: tuple(t.shape) for name, t in some.items()} for some in (tensors, own)
         )
@@ -312,9 +336,12 @@ class DQN:
         with torch.no_grad():
             for name, view in own.items():
                 view.copy_(torch.as_tensor(tensors[name]))
+            if not has_average:
+                self._average.copy_(self.online.flat)
         self.online.refresh()
         self.target.refresh()
         self.batches = int(counters["batches"])
+        self._targets_so_far = self.batches // self._target_period
         self.optimiser.steps = int(counters["optimiser_steps"])
 
 

@@ -50,7 +50,7 @@ def command(args: list[str]) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # As a checkpoint without the optimizer's state, which zapex.load_policy reads.
-        mine = {name: x for name, x in found.tensors.items() if name.startswith("online.")}
+        mine = {f"online.{name}": view.numpy() for name, view in network.views.items()}
         checkpoints.save(folder, checkpoints.BEST, mine, found.state)
         _write(folder / "config.toml", run.config.to_toml())
         extras = _extras(run, network, folder)

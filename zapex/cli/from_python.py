@@ -90,6 +90,7 @@ class Settings(TypedDict, total=False):
     optimiser_eps: float
     max_grad_norm: float
     target_period: Count
+    average_targets: Count
     publish_period_s: float
     hidden: Count
     channels: Count

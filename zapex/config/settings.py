@@ -154,6 +154,9 @@ class LearnerConfig(SettingsGroup):
     """Clip gradients to this norm; 0: never."""
     target_period: int = setting(2_500, low=1)
     """Batches between two updates of the target network."""
+    average_targets: int = setting(0, low=0, high=1024)
+    """Save also a mean of the parameters over about so many of the last targets, which then plays
+    instead of the newest parameters; 0: don't."""
     publish_period_s: float = setting(1.0, low=0.0)
     """Minimum seconds between two publications of parameters; 0: after each batch."""
     hidden: int = setting(512, low=1, high=1 << 14)

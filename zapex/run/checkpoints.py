@@ -307,15 +307,16 @@ def made_with(found: Checkpoint) -> tuple[EnvironmentSpec, LearnerConfig]:
 
 
 def load_network(found: Checkpoint, spec: EnvironmentSpec, config: LearnerConfig) -> "Network":
-    """The network with the online parameters of a checkpoint.
+    """The network with the average parameters of a checkpoint, or the newest if it has none.
 
     Raises:
         CheckpointError: it is of another network than `spec` and `config` make.
     """
     path, tensors = found.path, found.tensors
     network = network_of(spec, config, config.device, config.precision)
+    part = "average" if any(name.startswith("average.") for name in tensors) else "online"
     for name, shape in network.shapes.items():
-        array = tensors.get(f"online.{name}")
+        array = tensors.get(f"{part}.{name}")
         if array is None or array.shape != shape or array.dtype != np.float32:
             there = "missing" if array is None else f"{array.dtype} {array.shape}"
             raise CheckpointError(
@@ -323,7 +324,7 @@ def load_network(found: Checkpoint, spec: EnvironmentSpec, config: LearnerConfig
                 f"{spec.env_id}; use the environment that the run was trained on"
             )
     network.load_flat(
-        np.concatenate([tensors[f"online.{name}"].ravel() for name in network.shapes])
+        np.concatenate([tensors[f"{part}.{name}"].ravel() for name in network.shapes])
     )
     return network
 

@@ -481,6 +481,7 @@ def make_dqn(run: Run) -> "DQN":
         share_trunk=learner.share_trunk,
         max_grad_norm=learner.max_grad_norm,
         target_period=learner.target_period,
+        average_targets=learner.average_targets,
         largest=LARGEST,
     )
 
