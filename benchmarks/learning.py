@@ -47,8 +47,9 @@ ALL = tuple(name.title().replace("_", "") for name in RANDOM_AND_HUMAN)
 VARIANTS = {
     "preset": "",
     "first preset": FIRST_PRESET,
-    "second preset": "--lr 2e-4 --optimiser-eps 3e-8 --average-targets 0",
-    "newest parameters": "--average-targets 0",
+    "second preset": "--lr 2e-4 --optimiser-eps 3e-8 --average-targets 0 --no-layer-norm",
+    "third preset": "--average-targets 0 --no-layer-norm",
+    "without layer norm": "--no-layer-norm",
     "64x64": "--env-kwargs img_height=64 img_width=64",
     "mean": "--quantiles 0",
     "own trunk": "--no-share-trunk",

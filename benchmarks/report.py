@@ -117,7 +117,10 @@ def _processor(machine: Mapping[str, Any]) -> str:
     """The family of a processor; the names of AMD's do not say it."""
     if "Xeon" in machine["cpu"]:
         return "Xeon"
-    return "Zen 5" if machine["cache_bytes"]["L1"] > 32 << 10 else "Zen 4"
+    caches = machine["cache_bytes"]
+    if caches["L2"] < 1 << 20:
+        return "Zen 3"
+    return "Zen 5" if caches["L1"] > 32 << 10 else "Zen 4"
 
 
 def _scores(names: Mapping[str, str]) -> dict[tuple[str, str], Any]:
@@ -188,6 +191,11 @@ def tuning_amx() -> Iterator[Row]:
 def tuning_zen4() -> Iterator[Row]:
     """The same with the fourth seed, on Zen 4."""
     yield from tuning(4)
+
+
+def tuning_zen3() -> Iterator[Row]:
+    """The same with the fifth seed, on Zen 3."""
+    yield from tuning(5)
 
 
 def tuning_steps() -> Iterator[Row]:
@@ -462,8 +470,9 @@ COMMANDS = {
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
-        training, reported, games, tuning, tuning_amx, tuning_zen4, tuning_steps, rivals, variants,
-        learners, gpu, replay, tree, scale, crowds, clients, host, hosts, cluster, survives, files,
+        training, reported, games, tuning, tuning_amx, tuning_zen3, tuning_zen4, tuning_steps,
+        rivals, variants, learners, gpu, replay, tree, scale, crowds, clients, host, hosts, cluster,
+        survives, files,
     )
 }  # fmt: skip
 
@@ -474,7 +483,7 @@ _PICTURES = (
         "stable-baselines3": "SB3 DQN", **{one: one for one in learning.RIVALS},
     }),
     ("learning_tuning", learning.TUNING, 10, {
-        one: one for one in ("newest parameters", "second preset", "second preset, uniform",
+        one: one for one in ("preset", "third preset", "second preset", "second preset, uniform",
                              "first preset")
     }),
 )  # fmt: skip

@@ -228,7 +228,8 @@ def test_options_of_the_built_in_network_match_torchs_layers(
     for name, stride in zip(names, [*strides, 0], strict=False):
         weight, bias = views[f"{name}.weight"], views[f"{name}.bias"]
         x = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
-        x = F.relu(F.layer_norm(x, x.shape[1:]) if switches.get("layer_norm") else x)
+        normalised = not stride and switches.get("layer_norm")
+        x = F.relu(F.layer_norm(x, x.shape[1:]) if normalised else x)
     if strides:
         if side := switches.get("max_pool"):
             x = F.adaptive_max_pool2d(x, (min(side, x.shape[2]), min(side, x.shape[3])))

@@ -72,7 +72,7 @@ def test_what_another_network_or_loss_does_not_have_is_left_out() -> None:
     assert "quantiles" not in own_loss
     assert "share_trunk" in own_loss
     own_network = choose("laptop", replace(ATARI, nature=False), LAPTOP)
-    assert not {"quantiles", "share_trunk"} & own_network.keys()
+    assert not {"quantiles", "share_trunk", "layer_norm"} & own_network.keys()
 
 
 def test_capacity_is_cut_to_the_memory_share() -> None:

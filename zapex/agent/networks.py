@@ -56,7 +56,7 @@ def build(
         parts: of a Dict observation, which is flattened; only custom networks take it apart.
         channels: filters of an image network's first convolution.
         dueling: two streams, V(s) and A(s, a); False: one.
-        layer_norm: normalise the output of each layer before its ReLU.
+        layer_norm: normalise the output of each dense layer before its ReLU.
         max_pool: pool the output of the convolutions to at most this side; 0: do not.
         quantiles: of the return's distribution, for each action (Dabney et al. 2018); only of
             nature. Q is their mean. 0: Q alone.
@@ -271,7 +271,7 @@ class Nature(Network):
         dtype: of the trunk's forward pass.
         device: where it computes.
         seed: of the initial parameters.
-        layer_norm: normalise the output of each layer of the trunk before its ReLU.
+        layer_norm: normalise the output of each dense layer of the trunk before its ReLU.
         max_pool: as for `architecture.layers`.
         quantiles: as for `architecture.layers`.
     """
@@ -383,9 +383,9 @@ class Nature(Network):
                     x = pooled(x, self._max_pool)
                 # Features in (height, width, channel) order, which is their order in memory.
                 x = x.permute(0, 2, 3, 1).flatten(1)
-            if self._layer_norm:
-                x = F.conv2d(x, weight, bias, stride) if stride else F.linear(x, weight, bias)
-                x = F.relu(F.layer_norm(x, [int(n) for n in x.shape[1:]]))
+            if self._layer_norm and not stride:
+                x = F.linear(x, weight, bias)
+                x = F.relu(F.layer_norm(x, [int(x.shape[1])]))
             else:
                 x = fused.layer(x, weight, bias, stride)
         return x.float()

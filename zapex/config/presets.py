@@ -158,6 +158,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "channels": (16, "half of the paper's filters: twice the samples per second"),
         "quantiles": (32, "learn more from each sample than a mean does"),
         "share_trunk": (True, "one forward pass of three less"),
+        "layer_norm": (True, "learned Road Runner three times as fast, and Boxing as fast"),
         "eval_period_s": (240.0, "ten games occupy a core for half a minute"),
         **_ONE_THREAD,
         "learner_threads": (_learner_threads, "0: tried at the start, then one per idle core"),
@@ -288,6 +289,7 @@ def choose(
         chosen.pop("quantiles", None)
     if not task.nature:
         chosen.pop("share_trunk", None)
+        chosen.pop("layer_norm", None)
     if task.atari:
         chosen["reward_clip"] = Choice(True, "Atari scores differ a thousandfold between games")
     else:

@@ -169,7 +169,7 @@ class LearnerConfig(SettingsGroup):
     dueling: bool = True
     """Separate streams for the state's value and the actions' advantages."""
     layer_norm: bool = False
-    """Normalise the output of each layer, before its ReLU."""
+    """Normalise the output of each dense layer, before its ReLU."""
     max_pool: int = setting(0, low=0, high=256)
     """Pool the output of the convolutions to a square of this side; 0: don't."""
     quantiles: int = setting(0, low=0, high=1024)
