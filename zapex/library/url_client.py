@@ -291,14 +291,19 @@ class UrlSlots:
         self._sender.offer(slots)
 
     def settle(self) -> None:
-        """Wait until the replay has all closed chunks. Raises PeerTimeout."""
+        """Wait until the replay has all closed chunks.
 
-        def arrived() -> bool:
+        Raises PeerTimeout if none is acknowledged for too long; each that is restarts the wait.
+        """
+        left = 0
+
+        def fewer_are_left() -> bool:
             self._pump()
-            return not self._sender.unacknowledged
+            return self._sender.unacknowledged < left
 
-        if not arrived():
-            self._wait(arrived, "an acknowledgement")
+        self._pump()
+        while left := self._sender.unacknowledged:
+            self._wait(fewer_are_left, "an acknowledgement")
 
 
 @dataclass(eq=False)
