@@ -152,7 +152,7 @@ TABLE: dict[tuple[str, str], dict[str, Rule]] = {
         "lr": (3e-4, "2e-4 learned Krull more slowly, 5e-4 Boxing"),
         "optimiser_eps": (3e-6, "less began slowly on Road Runner, 50 times as much on Breakout"),
         "target_period": (300, "4 to 12 seconds; 1,000 learned Boxing more slowly"),
-        "average_targets": (8, "it played four of four games better than the newest parameters"),
+        "average_targets": (8, "9 of 11 networks played better with it"),
         "loss": ("huber", "large errors early on do not dominate"),
         "hidden": (256, "the paper's 512 takes 1.5 times as long"),
         "channels": (16, "half of the paper's filters: twice the samples per second"),
