@@ -70,7 +70,7 @@ class DQN:
             target). A network without a trunk shares nothing.
         target_period: the target becomes the online network after so many batches.
         average_targets: `average` is a mean of the parameters over about the last so many targets,
-            exponentially weighted, which play better than the newest ones; 0: none.
+            exponentially weighted, which often plays better than the newest ones; 0: none.
         largest: rows with a number that is larger or not finite are left out of a batch that cannot
             be learned from otherwise; their TD errors are 0. None: no row is left out.
     """
@@ -105,7 +105,7 @@ class DQN:
         self._double, self._munchausen, self._shares = double, munchausen, share_trunk
         self._max_grad_norm = torch.tensor(max_grad_norm or math.inf, device=network.device)
         self._target_period = target_period
-        self._average_targets, self._targets_so_far = average_targets, 0
+        self._average_targets = average_targets
         self._average = network.flat.clone()
         self._restarts = optimiser == "adam-rel"
         self.gradient = torch.zeros_like(network.flat)
@@ -260,9 +260,9 @@ class DQN:
     def renew_target(self) -> None:
         """Make the target network the online network, and add it to the average."""
         self.target.load_flat(self.online.flat)
-        self._targets_so_far += 1
-        if (n := self._average_targets) and self._targets_so_far >= n:
-            self._average.lerp_(self.online.flat, 1.0 if self._targets_so_far == n else 1 / n)
+        targets = self.batches // self._target_period
+        if (n := self._average_targets) and targets >= n:
+            self._average.lerp_(self.online.flat, 1.0 if targets == n else 1 / n)
         if self._restarts:
             self.optimiser.steps = 0
 
@@ -291,7 +291,7 @@ class DQN:
     @property
     def average(self) -> Tensor | None:
         """The mean of the parameters, float32 [n]; None before target `average_targets`."""
-        enough = 0 < self._average_targets <= self._targets_so_far
+        enough = 0 < self._average_targets <= self.batches // self._target_period
         return self._average if enough else None
 
     def state_dict_tensors(self) -> dict[str, Tensor]:
@@ -341,7 +341,6 @@ class DQN:
         self.online.refresh()
         self.target.refresh()
         self.batches = int(counters["batches"])
-        self._targets_so_far = self.batches // self._target_period
         self.optimiser.steps = int(counters["optimiser_steps"])
 
 
