@@ -130,15 +130,17 @@ def _scores(names: Mapping[str, str]) -> dict[tuple[str, str], Any]:
 
 
 def reported() -> Iterator[Row]:
-    """Two presets after 20 minutes, beside Dopamine's Rainbow."""
-    scores = _scores({"second preset": "second preset", "zapex": "first preset"})
+    """Three presets after 20 minutes, beside Dopamine's Rainbow."""
+    scores = _scores(
+        {"preset": "preset", "second preset": "second preset", "zapex": "first preset"}
+    )
     envs = [f"ALE/{game}-v5" for game in learning.REPORTED]
     yield "", *learning.REPORTED
-    at = [scores[env, "second preset, Xeon"]["at_frames"] for env in envs]
+    at = [scores[env, "preset, Zen 3"]["at_frames"] for env in envs]
     rainbow = list(map(learning.dopamine_return, envs, ["Rainbow"] * len(envs), at))
     specs = [",.0f" if one > 100 else ".1f" for one in rainbow]
     there = "in training, at equal frames"
-    for name in ("second preset, Xeon", "first preset, Zen 5"):
+    for name in ("preset, Zen 3", "second preset, Xeon", "first preset, Zen 5"):
         ones = [scores.get((env, name)) for env in envs]
         frames = (f"{one['frames'] / 1e6:.1f}" if one else "" for one in ones)
         yield f"{name}: million frames", *frames
@@ -151,10 +153,10 @@ def reported() -> Iterator[Row]:
 
 
 def games() -> Iterator[Row]:
-    """The longest run of each game, with the preset or the second one."""
+    """The longest run of each game with the preset."""
     runs = {
         name: run for name, run in of("learning").items()
-        if run["minutes"] >= 10 and run["variant"] in ("preset", "second preset")
+        if run["minutes"] >= 10 and run["variant"] == "preset"
     }  # fmt: skip
     yield from learning.each_game(runs)
 
@@ -479,8 +481,9 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
 
 _PICTURES = (
     ("learning", learning.REPORTED, 20, {
-        "zapex": "first preset", "second preset": "second preset", "cleanrl": "CleanRL DQN",
-        "stable-baselines3": "SB3 DQN", **{one: one for one in learning.RIVALS},
+        "zapex": "first preset", "second preset": "second preset", "preset": "preset",
+        "cleanrl": "CleanRL DQN", "stable-baselines3": "SB3 DQN",
+        **{one: one for one in learning.RIVALS},
     }),
     ("learning_tuning", learning.TUNING, 10, {
         one: one for one in ("preset", "third preset", "second preset", "second preset, uniform",
