@@ -201,6 +201,9 @@ class ChunkSender:
                 del queue.chunks[:there]
                 queue.sent = max(0, queue.sent - there)
                 queue.moved_s = self._clock_s()
+                if late:  # the credit was for chunks after the last ack, and these are some of them
+                    spent = there * self._store.layout.body_bytes
+                    queue.credit_bytes = max(0, queue.credit_bytes - spent)
                 self.counts["acknowledged"] += there
 
 

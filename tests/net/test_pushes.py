@@ -82,6 +82,30 @@ def test_an_older_welcome_does_not_change_the_credit() -> None:
     assert _credit(relay) == 0
 
 
+def test_chunks_that_an_older_welcome_acknowledges_have_used_their_credit() -> None:
+    server, relay, accounts = pair()
+    credit, welcome = _credit(relay), relay.link.welcome
+    assert welcome is not None
+    for _ in range(credit + 3):
+        relay.make()
+    assert relay.sender.do_work() == credit
+    server.turn()  # its ack waits on the other connection
+    states = welcome.actors.copy()
+    states["incarnation"], states["sequence"] = 5, credit - 1
+    for call in relay.link.on_welcome:
+        call(replace(welcome, actors=states, fresh=False), BULK)
+    assert relay.acknowledged == credit - 1
+    assert _credit(relay) == 1
+    assert relay.sender.do_work() == 0
+    until(
+        lambda: relay.acknowledged == credit + 3,
+        lambda: (server.turn(), relay.turn()),
+        "the chunks",
+    )
+    assert server.source.counts["uncredited"] == server.source.counts["doubled"] == 0
+    accounts.settle([relay])
+
+
 def test_ready_chunks_share_a_message_without_waiting() -> None:
     server, relay, accounts = pair()
     sent = spied(relay)
