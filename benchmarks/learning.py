@@ -314,35 +314,37 @@ def plot(runs: Runs, dopamine: bool = False) -> Figure:
     published = json.loads(DOPAMINE.read_text())["returns"] if dopamine else {}
     columns = min(len(games), 3)
     rows = -(-len(games) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
+    figure = Figure(figsize=(4.2 * columns, 3 * rows + 1), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     shades = colormaps["tab20"].colors  # type: ignore[attr-defined]
     palette, colours = [*shades[::2], *shades[1::2]], dict[str, Any]()
+    lines = dict[str, Any]()
     for env, panel in zip(games, panels, strict=False):
         for (one, variant, minutes), group in sorted(groups.items()):
             if one == env:
                 colour = colours.setdefault(variant, palette[len(colours) % 20])
-                _draw(panel, group, f"{variant}, {minutes:g} min x {len(group)}", colour, dopamine)
+                lines[f"{variant}, {minutes:g} min"] = _draw(panel, group, colour, dopamine)
         for agent, returns in published.get(env, {}).items():
             panel.plot(range(1, 1 + len(returns)), returns, ":", color="grey", lw=1)
             panel.annotate(agent, (len(returns), returns[-1]), fontsize=6, color="grey")
         panel.set(title=env, xlabel="million frames" if dopamine else "minutes", ylabel="return")
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
         panel.grid(alpha=0.3)
     for panel in panels:
         panel.set_axis_off()
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=columns, fontsize=8
+    )
     return figure
 
 
-def _draw(
-    panel: Any, group: Sequence[Mapping[str, Any]], text: str, colour: Any, frames: bool
-) -> None:
-    """The mean of the runs, and from the lowest to the highest of them."""
+def _draw(panel: Any, group: Sequence[Mapping[str, Any]], colour: Any, frames: bool) -> Any:
+    """The mean of the runs, and from the lowest to the highest of them. Returns the mean's line."""
     column, unit = (1, 1e6) if frames else (0, 60.0)
     places = np.linspace(0, min(run["curve"][-1][column] for run in group), 200)
     curves = np.array([returns_at(run["curve"], places, column) for run in group])
-    panel.plot(places / unit, curves.mean(0), label=text, color=colour)
+    (mean,) = panel.plot(places / unit, curves.mean(0), color=colour)
     panel.fill_between(places / unit, curves.min(0), curves.max(0), color=colour, alpha=0.15, lw=0)
+    return mean
 
 
 # The command

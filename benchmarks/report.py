@@ -232,6 +232,33 @@ def _score(run: Mapping[str, Any] | None) -> str:
     return f"{share:.2f}; {run['curve'][-1][1] / 1e6:.1f}"
 
 
+def priorities() -> Iterator[Row]:
+    """The preset and uniform replay with the same seeds, one pair a game: human-normalised."""
+    runs = {
+        (run["env"], run["seed"], run["minutes"], run["variant"]): run
+        for run in of("learning").values() if "failed" not in run
+    }  # fmt: skip
+    yield "", "M frames", "preset", "uniform", "preset: score", "uniform: score"
+    rows = []
+    for env, *pair, _ in sorted(key for key in runs if key[-1] == "uniform"):
+        both = [runs[env, *pair, variant] for variant in ("preset", "uniform")]
+        frames = min(run["curve"][-1][1] for run in both)
+        there = [learning.returns_at(run["curve"], np.array([frames]), 1)[0] for run in both]
+        score = [float(np.mean(run["final_returns"])) for run in both]
+        rows.append([human_share(env, one) for one in (*there, *score)])
+        yield env[4:-3], f"{frames / 1e6:.1f}", *(f"{share:.2f}" for share in rows[-1])
+    shares = np.array(rows)
+    yield f"mean of {len(rows)} games", "", *(f"{mean:.2f}" for mean in shares.mean(0))
+    drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
+    ahead = shares[:, ::2] - shares[:, 1::2]
+    lows, highs = np.percentile(ahead[drawn].mean(1), [2.5, 97.5], axis=0)
+    cells = (
+        cell for mean, low, high in zip(ahead.mean(0), lows, highs, strict=True)
+        for cell in (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", "")
+    )  # fmt: skip
+    yield "the preset is ahead by", "", *cells
+
+
 def learners() -> Iterator[Row]:
     """zapex, CleanRL and Stable-Baselines3 after 20 minutes."""
     yield "", "Breakout", "its million frames", "Pong", "its million frames"
@@ -473,8 +500,8 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     one.__name__: one
     for one in (
         training, reported, games, tuning, tuning_amx, tuning_zen3, tuning_zen4, tuning_steps,
-        rivals, variants, learners, gpu, replay, tree, scale, crowds, clients, host, hosts, cluster,
-        survives, files,
+        rivals, priorities, variants, learners, gpu, replay, tree, scale, crowds, clients, host,
+        hosts, cluster, survives, files,
     )
 }  # fmt: skip
 
@@ -486,7 +513,7 @@ _PICTURES = (
         **{one: one for one in learning.RIVALS},
     }),
     ("learning_tuning", learning.TUNING, 10, {
-        one: one for one in ("preset", "third preset", "second preset", "second preset, uniform",
+        one: one for one in ("preset", "third preset", "second preset", "uniform",
                              "first preset")
     }),
 )  # fmt: skip
