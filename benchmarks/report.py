@@ -233,22 +233,31 @@ def _score(run: Mapping[str, Any] | None) -> str:
 
 
 def priorities() -> Iterator[Row]:
-    """The preset and uniform replay with the same seeds, one pair a game: human-normalised."""
+    """The preset and uniform replay with the same seeds; a row is the mean of a game's pairs."""
     runs = {
         (run["env"], run["seed"], run["minutes"], run["variant"]): run
         for run in of("learning").values() if "failed" not in run
     }  # fmt: skip
-    yield "", "M frames", "preset", "uniform", "preset: score", "uniform: score"
+    pairs: dict[str, list[tuple[dict[str, Any], ...]]] = {}
+    for env, *same, _ in sorted(key for key in runs if key[-1] == "uniform"):
+        if (env, *same, "preset") in runs:
+            pairs.setdefault(env, []).append(
+                tuple(runs[env, *same, variant] for variant in ("preset", "uniform"))
+            )
+    yield "", "seeds", "M frames", "preset", "uniform", "preset: score", "uniform: score"
     rows = []
-    for env, *pair, _ in sorted(key for key in runs if key[-1] == "uniform"):
-        both = [runs[env, *pair, variant] for variant in ("preset", "uniform")]
-        frames = min(run["curve"][-1][1] for run in both)
-        there = [learning.returns_at(run["curve"], np.array([frames]), 1)[0] for run in both]
-        score = [float(np.mean(run["final_returns"])) for run in both]
-        rows.append([human_share(env, one) for one in (*there, *score)])
-        yield env[4:-3], f"{frames / 1e6:.1f}", *(f"{share:.2f}" for share in rows[-1])
+    for env, both in pairs.items():
+        frames = min(run["curve"][-1][1] for pair in both for run in pair)
+        numbers = [
+            [learning.returns_at(run["curve"], np.array([frames]), 1)[0] for run in pair]
+            + [float(np.mean(run["final_returns"])) for run in pair]
+            for pair in both
+        ]
+        rows.append([human_share(env, one) for one in np.mean(numbers, 0)])
+        cells = (f"{share:.2f}" for share in rows[-1])
+        yield env[4:-3], str(len(both)), f"{frames / 1e6:.1f}", *cells
     shares = np.array(rows)
-    yield f"mean of {len(rows)} games", "", *(f"{mean:.2f}" for mean in shares.mean(0))
+    yield f"mean of {len(rows)} games", "", "", *(f"{mean:.2f}" for mean in shares.mean(0))
     drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
     ahead = shares[:, ::2] - shares[:, 1::2]
     lows, highs = np.percentile(ahead[drawn].mean(1), [2.5, 97.5], axis=0)
@@ -256,7 +265,7 @@ def priorities() -> Iterator[Row]:
         cell for mean, low, high in zip(ahead.mean(0), lows, highs, strict=True)
         for cell in (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", "")
     )  # fmt: skip
-    yield "the preset is ahead by", "", *cells
+    yield "the preset is ahead by", "", "", *cells
 
 
 def learners() -> Iterator[Row]:
