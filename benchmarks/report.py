@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from benchmarks import learning
 from benchmarks.support.machine import RESULTS, ROOT
 from zapex.envs.scores import human_share
+from zapex.watch import curves
 
 Row = Sequence[str | None]
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
@@ -233,39 +234,27 @@ def _score(run: Mapping[str, Any] | None) -> str:
 
 
 def priorities() -> Iterator[Row]:
-    """The preset and uniform replay with the same seeds; a row is the mean of a game's pairs."""
-    runs = {
-        (run["env"], run["seed"], run["minutes"], run["variant"]): run
-        for run in of("learning").values() if "failed" not in run
+    """The preset and uniform replay with the same seeds, human-normalised."""
+    runs = {name: run for name, run in of("learning").items() if "failed" not in run}
+    twins = {name: name.replace("_uniform", "_preset") for name, run in runs.items()
+             if run["variant"] == "uniform"}  # fmt: skip
+    pairs = {
+        one: runs[one] for uniform, preset in twins.items() if preset in runs
+        for one in (uniform, preset)
     }  # fmt: skip
-    pairs: dict[str, list[tuple[dict[str, Any], ...]]] = {}
-    for env, *same, _ in sorted(key for key in runs if key[-1] == "uniform"):
-        if (env, *same, "preset") in runs:
-            pairs.setdefault(env, []).append(
-                tuple(runs[env, *same, variant] for variant in ("preset", "uniform"))
-            )
+    scores = {(one["env"], one["variant"]): one for one in learning.scores(pairs).values()}
     yield "", "seeds", "M frames", "preset", "uniform", "preset: score", "uniform: score"
     rows = []
-    for env, both in pairs.items():
-        frames = min(run["curve"][-1][1] for pair in both for run in pair)
-        numbers = [
-            [learning.returns_at(run["curve"], np.array([frames]), 1)[0] for run in pair]
-            + [float(np.mean(run["final_returns"])) for run in pair]
-            for pair in both
-        ]
-        rows.append([human_share(env, one) for one in np.mean(numbers, 0)])
+    for env in dict.fromkeys(env for env, _ in scores):
+        both = [scores[env, variant] for variant in ("preset", "uniform")]
+        rows.append([human_share(env, one[w]) for w in ("return_there", "p50") for one in both])
         cells = (f"{share:.2f}" for share in rows[-1])
-        yield env[4:-3], str(len(both)), f"{frames / 1e6:.1f}", *cells
+        yield env[4:-3], str(both[0]["runs"]), f"{both[0]['at_frames'] / 1e6:.1f}", *cells
     shares = np.array(rows)
     yield f"mean of {len(rows)} games", "", "", *(f"{mean:.2f}" for mean in shares.mean(0))
-    drawn = np.random.default_rng(0).integers(0, len(rows), (10_000, len(rows)))
-    ahead = shares[:, ::2] - shares[:, 1::2]
-    lows, highs = np.percentile(ahead[drawn].mean(1), [2.5, 97.5], axis=0)
-    cells = (
-        cell for mean, low, high in zip(ahead.mean(0), lows, highs, strict=True)
-        for cell in (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})", "")
-    )  # fmt: skip
-    yield "the preset is ahead by", "", "", *cells
+    ahead = zip(*curves.mean(shares[:, ::2] - shares[:, 1::2]), strict=True)
+    cells = (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" for mean, low, high in ahead)
+    yield "the preset is ahead by", "", "", next(cells), "", next(cells), ""
 
 
 def learners() -> Iterator[Row]:
